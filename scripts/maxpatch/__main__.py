@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: arguments, printing and exit codes; nothing else prints.
+
+Exit status: 0 done, 1 an expected failure, 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from .build import (
+    Project,
+    Request,
+    build,
+    check_writable,
+    lay_out,
+    verify_built,
+    write_json,
+)
+from .errors import MaxPatchError
+from .release import fetch, host_platform, host_python
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def main(words: list[str] | None = None, root: Path = ROOT) -> int:
+    """Runs one verb on a project and returns the exit status."""
+    arguments = _parser().parse_args(words)
+    try:
+        return int(arguments.run(arguments, Project(root)))
+    except MaxPatchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        if error.hint:
+            print(f"hint: {error.hint}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="maxpatch",
+        description="Patch a MAX release and pack it as a verified wheel.",
+        epilog="exit status: 0 done, 1 expected failure, 2 wrong usage",
+    )
+    verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB")
+    release = argparse.ArgumentParser(add_help=False)
+    release.add_argument(
+        "--release", metavar="VERSION", help="MAX release (default: 26.7.0)"
+    )
+    release.add_argument(
+        "--python",
+        default=host_python(),
+        metavar="X.Y",
+        help="Python the wheel is for (default: %(default)s)",
+    )
+    release.add_argument(
+        "--platform",
+        default=host_platform(),
+        help="linux-x86_64, linux-aarch64 or macos-arm64 "
+        "(default: %(default)s)",
+    )
+    offline = argparse.ArgumentParser(add_help=False)
+    offline.add_argument(
+        "--offline", action="store_true", help="use only what is cached"
+    )
+    source = argparse.ArgumentParser(add_help=False)
+    source.add_argument(
+        "--source",
+        type=Path,
+        metavar="DIR",
+        help="MAX source checkout of that release; it is only read",
+    )
+
+    verb = verbs.add_parser(
+        "build",
+        parents=[release, source, offline],
+        help="fetch, apply, add the overlay, pack, verify",
+    )
+    verb.add_argument(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="where the wheel goes (default: dist)",
+    )
+    verb.add_argument(
+        "--report", type=Path, metavar="FILE", help="write a JSON report"
+    )
+    verb.add_argument(
+        "--keep", action="store_true", help="keep the scratch folder"
+    )
+    verb.set_defaults(run=_build)
+
+    verb = verbs.add_parser(
+        "fetch", parents=[release, offline], help="download the pinned wheel"
+    )
+    verb.set_defaults(run=_fetch)
+
+    verb = verbs.add_parser(
+        "apply",
+        parents=[release, source, offline],
+        help="lay out MAX's Python with the series as commits",
+    )
+    verb.add_argument("folder", type=Path, help="a folder that isn't there yet")
+    verb.set_defaults(run=_apply)
+
+    verb = verbs.add_parser(
+        "verify", parents=[offline], help="verify a built wheel again"
+    )
+    verb.add_argument("wheel", type=Path)
+    verb.set_defaults(run=_verify)
+
+    verb = verbs.add_parser(
+        "status", help="show every patch's state for every release"
+    )
+    verb.add_argument("--json", action="store_true", help="as JSON")
+    verb.set_defaults(run=_status)
+    return parser
+
+
+def _request(arguments: argparse.Namespace, project: Project) -> Request:
+    options = vars(arguments)
+    source: Path | None = options.get("source")
+    output: Path | None = options.get("output")
+    return Request(
+        release=arguments.release,
+        python=arguments.python,
+        platform=arguments.platform,
+        source=source.resolve() if source else None,
+        output=output.absolute() if output else project.root / "dist",
+        offline=arguments.offline,
+        keep=options.get("keep", False),
+    )
+
+
+def _announce(line: str) -> None:
+    print(line, flush=True)
+
+
+def _build(arguments: argparse.Namespace, project: Project) -> int:
+    if arguments.report:
+        check_writable(arguments.report.absolute().parent)
+    report = build(project, _request(arguments, project), _announce)
+    if arguments.report:
+        write_json(arguments.report, report)
+    for row in [*report["patches"], *report["overlay"]]:
+        _announce(f"  {row['name']}: {row['state']} ({row['reason']})")
+    verification = report["verification"]
+    if verification["reason"]:
+        _announce(f"not imported: {verification['reason']}")
+    seconds = report["seconds"]
+    slowest = ", ".join(f"{k} {v:.1f} s" for k, v in seconds.items() if v > 0.1)
+    if report["reused"]:
+        _announce("nothing changed: the wheel is the one built before")
+    elif slowest:
+        _announce(slowest)
+    (built,) = report["wheels"]
+    _announce(f"{built['path']}  sha256 {built['sha256']}")
+    _announce(f"install: pip install '{_shown(Path(built['path']))}[serve]'")
+    return 0
+
+
+def _shown(path: Path) -> Path:
+    """Returns a path as the user would type it."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
+def _fetch(arguments: argparse.Namespace, project: Project) -> int:
+    pin = (
+        project.releases()
+        .get(arguments.release)
+        .wheel(arguments.python, arguments.platform)
+    )
+    _announce(str(fetch(pin, project.cache, offline=arguments.offline)))
+    return 0
+
+
+def _apply(arguments: argparse.Namespace, project: Project) -> int:
+    folder: Path = arguments.folder
+    if folder.exists():
+        raise MaxPatchError(
+            f"{folder} is there already", hint="name a new folder"
+        )
+    checkout, inputs = lay_out(
+        project, _request(arguments, project), folder, whole=True
+    )
+    _announce(
+        f"{checkout.folder}: max {inputs.release.version} and "
+        f"{len(inputs.patches)} patches, one commit each"
+    )
+    return 0
+
+
+def _verify(arguments: argparse.Namespace, project: Project) -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        done = verify_built(
+            project,
+            arguments.wheel.resolve(),
+            Path(folder),
+            offline=arguments.offline,
+        )
+    _announce(f"{arguments.wheel.name} is a true wheel")
+    if done.reason:
+        _announce(f"not imported: {done.reason}")
+    for proof in done.proofs:
+        _announce(f"in force: {proof}")
+    return 0
+
+
+def _status(arguments: argparse.Namespace, project: Project) -> int:
+    rows: list[list[str]] = []
+    for release in project.releases().rows.values():
+        version = release.version
+        chosen = project.series().select(version, source=False)
+        rows += [
+            [c.patch.name, str(version), c.state, c.reason] for c in chosen
+        ]
+        rows += [
+            [f"overlay {package.name}", str(version), *package.state(version)]
+            for package in project.overlay()
+        ]
+    # Stable, so that the releases of one patch stand in the table's order.
+    rows.sort(key=lambda row: row[0])
+    titles = ["patch", "release", "state", "reason"]
+    if arguments.json:
+        table = [dict(zip(titles, row, strict=True)) for row in rows]
+        _announce(json.dumps(table, indent=2))
+        return 0
+    shown = Table(*titles, box=None)
+    for row in rows:
+        shown.add_row(*row)
+    Console().print(shown)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

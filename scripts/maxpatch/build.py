@@ -1,0 +1,506 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The whole story: a pinned release in, a verified patched wheel out."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import shutil
+import time
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from packaging.version import Version
+
+from . import provenance, wheel
+from .checkout import (
+    Checkout,
+    changed_members,
+    check_source,
+    member_path,
+)
+from .errors import MaxPatchError, OutputError
+from .git import NO_BLOB
+from .overlay import OverlayPackage, check_collisions
+from .overlay import load as load_overlay
+from .release import (
+    Release,
+    Releases,
+    WheelPin,
+    fetch,
+    host_platform,
+    host_python,
+    sha256_of,
+)
+from .series import Patch, Selection, Series, State
+from .verify import Verification, verify
+
+CACHE_VARIABLE = "MAXPATCH_CACHE"
+"""Names the folder of downloaded wheels, if it isn't build/work/downloads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Project:
+    """The repository that holds series, overlay and release table."""
+
+    root: Path
+
+    @property
+    def work(self) -> Path:
+        """Where scratch trees, locks, reports and downloads live."""
+        return self.root / "build" / "work"
+
+    @property
+    def cache(self) -> Path:
+        """Where downloaded wheels are kept."""
+        named = os.environ.get(CACHE_VARIABLE)
+        return Path(named) if named else self.work / "downloads"
+
+    @property
+    def series_number(self) -> int:
+        """The N of the built wheels' versions: the project's version."""
+        table = tomllib.loads((self.root / "pyproject.toml").read_text())
+        return int(table["project"]["version"])
+
+    def releases(self) -> Releases:
+        """Reads the release table."""
+        return Releases.load(self.root / "build" / "releases.toml")
+
+    def series(self) -> Series:
+        """Reads the series and checks that every patch has a release."""
+        series = Series.load(self.root / "patches" / "max")
+        series.check_used(Version(v) for v in self.releases().rows)
+        return series
+
+    def overlay(self) -> list[OverlayPackage]:
+        """Reads the overlay packages."""
+        return load_overlay(self.root / "overlay")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What to build."""
+
+    release: str | None = None
+    """A version in the release table; its default if None."""
+
+    python: str = field(default_factory=host_python)
+    platform: str = field(default_factory=host_platform)
+    source: Path | None = None
+    """A MAX source checkout to apply the series to."""
+
+    output: Path = Path("dist")
+    offline: bool = False
+    keep: bool = False
+    """Whether the scratch folder outlives the build."""
+
+
+@dataclass(slots=True)
+class Steps:
+    """Names the step in progress and keeps the seconds of each."""
+
+    announce: Callable[[str], None]
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def step(self, name: str, detail: str) -> Iterator[None]:
+        """Times a step."""
+        self.announce(f"{name:<8}{detail}")
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = round(time.perf_counter() - start, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Everything that decides what is built."""
+
+    series_number: int
+    release: Release
+    pin: WheelPin
+    selections: list[Selection]
+    overlay: list[tuple[OverlayPackage, State, str]]
+
+    @classmethod
+    def resolve(cls, project: Project, request: Request) -> Inputs:
+        """Selects release, wheel, patches and overlay for a request."""
+        release = project.releases().get(request.release)
+        return cls(
+            series_number=project.series_number,
+            release=release,
+            pin=release.wheel(request.python, request.platform),
+            selections=project.series().select(
+                release.version, source=request.source is not None
+            ),
+            overlay=[(p, *p.state(release.version)) for p in project.overlay()],
+        )
+
+    @property
+    def patches(self) -> list[Patch]:
+        """The patches that are applied, in order."""
+        return [s.patch for s in self.selections if s.state is State.APPLIED]
+
+    @property
+    def packages(self) -> list[OverlayPackage]:
+        """The overlay packages that are added."""
+        return [p for p, state, _ in self.overlay if state is State.APPLIED]
+
+    @property
+    def removed(self) -> set[str]:
+        """The wheel's members that a patch removes."""
+        return {
+            member_path(patch, target)
+            for patch in self.patches
+            for target in patch.targets
+            if target.after == NO_BLOB
+        }
+
+    @property
+    def version(self) -> str:
+        """The built wheel's version."""
+        return provenance.version(
+            self.release,
+            self.series_number,
+            self.pin,
+            self.patches,
+            self.packages,
+        )
+
+    @property
+    def filename(self) -> str:
+        """The built wheel's file name."""
+        return f"max-{self.version}-{self.pin.tag}.whl"
+
+
+def build(
+    project: Project, request: Request, announce: Callable[[str], None]
+) -> dict[str, Any]:
+    """Builds a patched wheel, or recognises that it is built already.
+
+    Args:
+        project: Where series, overlay and releases are.
+        request: What to build.
+        announce: Takes a line for each step.
+
+    Returns:
+        The report: release, wheels, patches, overlay, verification, and
+        seconds by step.
+
+    Raises:
+        MaxPatchError: Something expected failed. The output folder is as
+            before, and so is the source checkout.
+    """
+    steps = Steps(announce)
+    with steps.step("select", "series, overlay and release"):
+        inputs = Inputs.resolve(project, request)
+    built = request.output / inputs.filename
+    recorded = project.work / "reports" / f"{inputs.filename}.json"
+    check_writable(request.output)
+    with _locked(project.work / "locks" / f"{inputs.pin.filename}.lock"):
+        with steps.step("reuse", f"look for {inputs.filename}"):
+            report = _read_report(recorded, built)
+        if report and request.source is None:
+            # What was left out then may have other reasons now.
+            return {
+                **report,
+                **_states(inputs),
+                "reused": True,
+                "seconds": steps.seconds,
+            }
+        scratch = project.work / inputs.pin.filename.removesuffix(".whl")
+        with _scratch(scratch, keep=request.keep):
+            packed = pack(project, request, inputs, steps, scratch)
+            base = project.cache / inputs.pin.filename
+            with steps.step("check", "the wheel against its base and RECORD"):
+                wheel.check(packed, base, inputs.removed)
+            with steps.step("verify", "install afresh, import, proofs"):
+                verification = verify(
+                    packed,
+                    inputs.release,
+                    inputs.pin,
+                    inputs.patches,
+                    folder=scratch / "environment",
+                    root=project.root,
+                    offline=request.offline,
+                )
+            with steps.step("move", f"into {request.output}"):
+                _move(packed, built)
+        report = _report(inputs, built, verification, steps)
+        write_json(recorded, report)
+    return report
+
+
+def verify_built(
+    project: Project, path: Path, folder: Path, *, offline: bool
+) -> Verification:
+    """Verifies a wheel that was built before.
+
+    Args:
+        project: Where series, overlay and releases are.
+        path: The wheel.
+        folder: An empty folder for the fresh environment.
+        offline: Whether only caches may be used.
+
+    Raises:
+        MaxPatchError: It isn't one of ours, isn't true to its metadata, or
+            doesn't work.
+    """
+    table = provenance.read(path)
+    release = project.releases().get(table["release"])
+    pin = WheelPin(table["base"]["filename"], table["base"]["sha256"])
+    removed = [row["path"] for row in table["files"] if row["after"] is None]
+    wheel.check(path, fetch(pin, project.cache, offline=offline), removed)
+    carried = {row["sha256"] for row in table["patches"]}
+    return verify(
+        path,
+        release,
+        pin,
+        [p for p in project.series().patches if p.sha256 in carried],
+        folder=folder / "environment",
+        root=project.root,
+        offline=offline,
+    )
+
+
+def lay_out(
+    project: Project, request: Request, folder: Path, *, whole: bool
+) -> tuple[Checkout, Inputs]:
+    """Makes a scratch repository with the series applied, a commit a patch.
+
+    Args:
+        project: Where series, overlay and releases are.
+        request: What to build.
+        folder: The repository's folder.
+        whole: Whether all files of MAX are laid out, or only those that the
+            patches change.
+    """
+    inputs = Inputs.resolve(project, request)
+    base = fetch(inputs.pin, project.cache, offline=request.offline)
+    with wheel.Wheel(base) as opened:
+        try:
+            return _apply(request, inputs, opened, folder, whole=whole), inputs
+        except MaxPatchError:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+
+def _apply(
+    request: Request,
+    inputs: Inputs,
+    base: wheel.Wheel,
+    folder: Path,
+    *,
+    whole: bool,
+) -> Checkout:
+    if request.source is not None:
+        check_source(request.source, base)
+        for patch in inputs.patches:
+            if patch.mojo_packages:
+                raise MaxPatchError(
+                    f"{patch.name} changes the Mojo packages "
+                    f"{', '.join(patch.mojo_packages)}; this version of the "
+                    "builder cannot rebuild Mojo packages",
+                    hint="build without --source to leave the patch out",
+                )
+    paths = {t.path for p in inputs.patches for t in p.targets}
+    checkout = Checkout(folder, f"max {inputs.release.version}")
+    checkout.lay_out(base, None if whole else paths)
+    for patch in inputs.patches:
+        checkout.apply(patch)
+    return checkout
+
+
+def pack(
+    project: Project,
+    request: Request,
+    inputs: Inputs,
+    steps: Steps,
+    scratch: Path,
+) -> Path:
+    """Fetches, applies, adds the overlay and packs.
+
+    Args:
+        project: Where series, overlay and releases are.
+        request: What to build.
+        inputs: What :meth:`Inputs.resolve` made of the request.
+        steps: Times the steps.
+        scratch: An existing folder for the scratch tree and the wheel.
+
+    Returns:
+        The packed wheel, not verified.
+
+    Raises:
+        MaxPatchError: A step failed.
+    """
+    with steps.step("fetch", inputs.pin.filename):
+        path = fetch(inputs.pin, project.cache, offline=request.offline)
+    with wheel.Wheel(path) as base:
+        patches = inputs.patches
+        with steps.step("apply", f"{len(patches)} patches"):
+            tree = scratch / "tree"
+            checkout = _apply(request, inputs, base, tree, whole=False)
+            changed, new = changed_members(checkout, patches, base)
+        count = sum(len(package.files) for package in inputs.packages)
+        with steps.step("overlay", f"{count} files"):
+            check_collisions(
+                inputs.packages, [*base.installed_paths(), *new], path.name
+            )
+            added = {**new}
+            for package in inputs.packages:
+                added |= package.files
+        with steps.step("pack", inputs.filename):
+            packed = scratch / inputs.filename
+            about = provenance.document(
+                inputs.release,
+                inputs.version,
+                inputs.pin,
+                patches,
+                before={member: base.read(member) for member in changed},
+                changed=changed,
+                added=added,
+            )
+            notice = provenance.notice(
+                inputs.release, patches, list(changed), list(added)
+            )
+            wheel.repack(
+                base,
+                packed,
+                inputs.version,
+                changed=changed,
+                added=added,
+                metadata={provenance.FILENAME: about, "NOTICE": notice},
+            )
+    return packed
+
+
+def _report(
+    inputs: Inputs, built: Path, verification: Verification, steps: Steps
+) -> dict[str, Any]:
+    return {
+        "release": str(inputs.release.version),
+        "reused": False,
+        "wheels": [
+            {
+                "path": str(built),
+                "sha256": sha256_of(built),
+                "size": built.stat().st_size,
+                "version": inputs.version,
+            }
+        ],
+        **_states(inputs),
+        "verification": asdict(verification),
+        "seconds": steps.seconds,
+    }
+
+
+def _states(inputs: Inputs) -> dict[str, Any]:
+    return {
+        "patches": [
+            {"name": s.patch.name, "state": s.state, "reason": s.reason}
+            for s in inputs.selections
+        ],
+        "overlay": [
+            {
+                "name": package.name,
+                "state": state,
+                "reason": reason,
+                "files": sorted(package.files),
+            }
+            for package, state, reason in inputs.overlay
+        ],
+    }
+
+
+def write_json(path: Path, table: object) -> None:
+    """Writes JSON in one rename.
+
+    Raises:
+        OutputError: The file can't be written.
+    """
+    part = path.with_name(f".{path.name}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(table, indent=2) + "\n")
+        part.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise OutputError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _read_report(recorded: Path, built: Path) -> dict[str, Any] | None:
+    """Returns the report of an earlier build whose wheel is still as it was."""
+    if not (recorded.is_file() and built.is_file()):
+        return None
+    report: dict[str, Any] = json.loads(recorded.read_text())
+    (described,) = report["wheels"]
+    if sha256_of(built) != described["sha256"]:
+        return None
+    described["path"] = str(built)
+    return report
+
+
+def check_writable(folder: Path) -> None:
+    """Raises OutputError, before any work, if a folder can't be written."""
+    there = folder
+    while not there.exists():
+        there = there.parent
+    if not there.is_dir():
+        raise OutputError(f"cannot write {folder}: {there} is not a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise OutputError(f"cannot write {folder}: no permission in {there}")
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds a lock that the system drops if the build is killed.
+
+    Raises:
+        OutputError: Another build holds it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise OutputError(
+                f"another build of {path.stem} is running: it holds {path}",
+                hint="wait for it to end and run again",
+            ) from error
+        yield
+
+
+@contextlib.contextmanager
+def _scratch(folder: Path, *, keep: bool) -> Iterator[None]:
+    """Makes a fresh scratch folder; a killed build's one is replaced."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    try:
+        yield
+    finally:
+        if not keep:
+            shutil.rmtree(folder)
+
+
+def _move(packed: Path, built: Path) -> None:
+    """Moves a wheel into the output folder in one rename."""
+    part = built.with_name(f".{built.name}.part")
+    try:
+        built.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            packed.replace(built)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+            shutil.copyfile(packed, part)
+            part.replace(built)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise OutputError(f"cannot write {built}: {error.strerror}") from error

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The proof that a built wheel works: install, import, patches in force."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from uv import find_uv_bin
+
+from . import provenance
+from .errors import ProcessError, VerifyError
+from .process import run
+from .release import Release, WheelPin, host_platform
+from .series import Patch
+
+PYTHON_VARIABLE = "MAXPATCH_TEST_PYTHON"
+"""Names, for a proof, the Python that has the patched wheel installed."""
+
+_IMPORT = """
+import importlib, importlib.metadata, json, sys
+wanted = json.load(sys.stdin)
+for name, version in wanted["versions"].items():
+    found = importlib.metadata.version(name)
+    assert found == version, f"{name}: expected {version}, found {found}"
+for module in wanted["modules"]:
+    importlib.import_module(module)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What was verified beyond the wheel's own consistency."""
+
+    imported: bool
+    """Whether it was installed and its changed modules imported here."""
+
+    proofs: tuple[str, ...]
+    """The patches' proofs that ran."""
+
+    reason: str
+    """Why not more, or empty."""
+
+
+def find_python(python: str, platform: str) -> tuple[Path | None, str]:
+    """Returns an interpreter that can load a wheel, or None and the reason.
+
+    Args:
+        python: The wheel's Python, as ``3.12``.
+        platform: The wheel's platform, as ``linux-x86_64``.
+    """
+    if platform != host_platform():
+        return None, f"the wheel is for {platform}, this is {host_platform()}"
+    command = [find_uv_bin(), "python", "find", "--no-python-downloads", python]
+    try:
+        return Path(run(command).strip()), ""
+    except ProcessError:
+        return None, f"there is no Python {python} here"
+
+
+def install(
+    wheel: Path, interpreter: Path, folder: Path, *, offline: bool
+) -> Path:
+    """Installs a wheel with what serving needs in a fresh environment.
+
+    Args:
+        wheel: The wheel.
+        interpreter: The Python to make the environment with.
+        folder: The environment's folder, replaced if it is there.
+        offline: Whether only uv's cache may be used.
+
+    Returns:
+        The environment's Python.
+
+    Raises:
+        VerifyError: It doesn't install.
+    """
+    uv = find_uv_bin()
+    limits = ["--offline"] if offline else []
+    try:
+        run([uv, "venv", "--quiet", "--clear", "--python", interpreter, folder])
+        python = folder / "bin" / "python"
+        run(
+            [
+                *(uv, "pip", "install", "--quiet", *limits),
+                *("--python", python, f"max[serve] @ {wheel.as_uri()}"),
+            ]
+        )
+    except ProcessError as error:
+        raise VerifyError(
+            f"{wheel.name} does not install:\n{error.output.strip()}",
+            hint="with --offline, what it depends on must be in uv's cache"
+            if offline
+            else "check the network",
+        ) from error
+    return python
+
+
+def check_imports(wheel: Path, release: Release, python: Path) -> None:
+    """Imports every module that the wheel changes or adds.
+
+    Raises:
+        VerifyError: A version is wrong or an import fails.
+    """
+    table = provenance.read(wheel)
+    wanted = {
+        "versions": {
+            "max": table["version"],
+            "mojo-compiler": release.mojo_compiler,
+        },
+        "modules": [
+            _module(file["path"])
+            for file in table["files"]
+            if file["after"] and file["path"].endswith(".py")
+        ],
+    }
+    try:
+        # The folder must not shadow what is installed.
+        run(
+            [python, "-I", "-c", _IMPORT],
+            cwd=python.parent,
+            stdin=json.dumps(wanted).encode(),
+        )
+    except ProcessError as error:
+        raise VerifyError(
+            f"{wheel.name} does not import:\n{error.output.strip()}"
+        ) from error
+
+
+def run_proofs(patches: Sequence[Patch], python: Path, root: Path) -> list[str]:
+    """Runs the tests that show that the patches are in force.
+
+    Args:
+        patches: The applied patches.
+        python: The Python that has the wheel installed.
+        root: The folder that the proofs' paths are relative to.
+
+    Returns:
+        The proofs that ran, as pytest ids.
+
+    Raises:
+        VerifyError: A proof failed, or isn't there.
+    """
+    proofs = sorted({p.proof for p in patches if p.proof.startswith("tests/")})
+    if not proofs:
+        return []
+    try:
+        run(
+            [
+                *(sys.executable, "-m", "pytest", "--quiet", "--no-header"),
+                *("-p", "no:cacheprovider", *proofs),
+            ],
+            cwd=root,
+            env={**os.environ, PYTHON_VARIABLE: os.fspath(python)},
+        )
+    except ProcessError as error:
+        raise VerifyError(
+            f"a patch is not in force:\n{error.output.strip()}"
+        ) from error
+    return proofs
+
+
+def verify(
+    wheel: Path,
+    release: Release,
+    pin: WheelPin,
+    patches: Sequence[Patch],
+    *,
+    folder: Path,
+    root: Path,
+    offline: bool,
+) -> Verification:
+    """Installs and imports a wheel and runs its patches' proofs.
+
+    Args:
+        wheel: The wheel, which :func:`maxpatch.wheel.check` found true.
+        release: The release it was made from.
+        pin: The wheel it was made from.
+        patches: The patches that it carries.
+        folder: Where the fresh environment goes.
+        root: The folder that the proofs' paths are relative to.
+        offline: Whether only uv's cache may be used.
+
+    Raises:
+        VerifyError: It doesn't install or import, or a proof fails.
+    """
+    interpreter, reason = find_python(pin.python, pin.platform)
+    if interpreter is None:
+        return Verification(False, (), reason)
+    python = install(wheel, interpreter, folder, offline=offline)
+    check_imports(wheel, release, python)
+    return Verification(True, tuple(run_proofs(patches, python, root)), "")
+
+
+def _module(member: str) -> str:
+    parts = member.removesuffix(".py").split("/")
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)

@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wheels: repacking one under a new version, and checking one.
+
+Untouched members are copied as the compressed bytes they are, which keeps
+large shared objects cheap and identical. What we write ourselves is stored
+uncompressed, so that the result doesn't depend on the zlib at hand. The format
+is that of the PyPA's binary distribution specification.
+"""
+
+from __future__ import annotations
+
+import base64
+import csv
+import email.parser
+import hashlib
+import io
+import os
+import struct
+import zipfile
+import zlib
+from collections.abc import Collection, Iterator, Mapping
+from copy import copy
+from functools import partial
+from pathlib import Path, PurePosixPath
+from types import TracebackType
+from typing import Self
+
+from installer.exceptions import InstallerError
+from installer.sources import WheelFile as InstallerWheel
+from packaging.tags import Tag, parse_tag
+from packaging.utils import (
+    InvalidWheelFilename,
+    canonicalize_name,
+    parse_wheel_filename,
+)
+
+from .errors import WheelError
+
+FILE_MODE = 0o100644
+_DESCRIPTION = ("METADATA", "RECORD", "WHEEL")
+_LOCAL_HEADER = struct.Struct("<26xHH")
+"""Of a zip member's local header, the lengths of its name and extra field."""
+
+
+class Wheel:
+    """A wheel opened for reading."""
+
+    def __init__(self, path: Path) -> None:
+        """Opens a wheel.
+
+        Raises:
+            WheelError: It isn't a zip file, or its name or its ``.dist-info``
+                isn't that of a wheel.
+        """
+        self.path = path
+        try:
+            name, self.version, _, self.tags = parse_wheel_filename(path.name)
+            self.archive = zipfile.ZipFile(path)
+        except (InvalidWheelFilename, OSError, zipfile.BadZipFile) as error:
+            raise WheelError(f"{path} is not a wheel: {error}") from error
+        self.name = str(name)
+        self.infos = [i for i in self.archive.infolist() if not i.is_dir()]
+        self.stem = "-".join(path.name.split("-")[:2])
+        self.dist_info = f"{self.stem}.dist-info"
+        self.data = f"{self.stem}.data"
+        names = {info.filename for info in self.infos}
+        needed = {f"{self.dist_info}/{name}" for name in _DESCRIPTION}
+        if missing := sorted(needed - names):
+            self.archive.close()
+            found = sorted(n for n in names if n.endswith(_DESCRIPTION))
+            raise WheelError(
+                f"{path} is not a valid wheel: expected {', '.join(missing)}, "
+                f"found {', '.join(found) or 'none'}"
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.archive.close()
+
+    def read(self, member: str) -> bytes:
+        """Returns a member's content."""
+        return self.archive.read(member)
+
+    def record(self) -> dict[str, list[str]]:
+        """Returns RECORD: hash and size by member."""
+        text = self.read(f"{self.dist_info}/RECORD").decode()
+        return {row[0]: row[1:] for row in csv.reader(text.splitlines()) if row}
+
+    def renamed(self, stem: str, member: str) -> str:
+        """Returns a member's name in a wheel of another ``NAME-VERSION``."""
+        top, slash, rest = member.partition("/")
+        if top in {self.dist_info, self.data}:
+            top = f"{stem}.{top.rpartition('.')[2]}"
+        return top + slash + rest
+
+    def installed_paths(self) -> Iterator[str]:
+        """Yields where the members land, relative to site-packages."""
+        for info in self.infos:
+            parts = PurePosixPath(info.filename).parts
+            if parts[0] == self.data and parts[1] in {"platlib", "purelib"}:
+                yield str(PurePosixPath(*parts[2:]))
+            else:
+                yield info.filename
+
+
+class _Archive(zipfile.ZipFile):
+    """A zip file that also takes members as they are in another one."""
+
+    def copy_member(
+        self, source: zipfile.ZipFile, info: zipfile.ZipInfo, filename: str
+    ) -> None:
+        """Copies a member's compressed bytes under another name."""
+        assert source.fp is not None and self.fp is not None
+        source.fp.seek(info.header_offset)
+        lengths = _LOCAL_HEADER.unpack(source.fp.read(_LOCAL_HEADER.size))
+        source.fp.seek(sum(lengths), os.SEEK_CUR)
+        copied = copy(info)
+        copied.filename = filename
+        copied.extra = b""
+        copied.flag_bits &= ~0x08  # the sizes stand in the header, not after
+        copied.header_offset = self.fp.tell()
+        self.fp.write(copied.FileHeader())
+        self.fp.write(source.fp.read(info.compress_size))
+        self.filelist.append(copied)
+        self.NameToInfo[filename] = copied
+        self.start_dir = self.fp.tell()
+
+    def store(self, filename: str, data: bytes, mode: int) -> None:
+        """Writes a member uncompressed, dated by its content."""
+        info = zipfile.ZipInfo(filename, _time(data))
+        info.create_system = 3
+        info.external_attr = mode << 16
+        self.writestr(info, data)
+
+
+def _time(data: bytes) -> tuple[int, int, int, int, int, int]:
+    """Returns a date in 2026 that is the content's own.
+
+    Python takes a ``.pyc`` for fresh if the source's time and size are those
+    it was compiled from. Under one fixed date, a change of one character would
+    leave the old code running wherever zip times are kept.
+    """
+    step = int.from_bytes(hashlib.sha256(data).digest()[:4])
+    minutes, second = divmod(step, 30)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    months, day = divmod(days, 28)
+    return (2026, months % 12 + 1, day + 1, hour, minute, 2 * second)
+
+
+def _record_row(member: str, data: bytes) -> list[str]:
+    digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest())
+    return [member, f"sha256={digest.decode().rstrip('=')}", str(len(data))]
+
+
+def repack(
+    base: Wheel,
+    output: Path,
+    version: str,
+    *,
+    changed: Mapping[str, bytes | None],
+    added: Mapping[str, bytes],
+    metadata: Mapping[str, bytes],
+) -> None:
+    """Writes a wheel like another one, under another version.
+
+    Args:
+        base: The wheel to start from.
+        output: The file to write, named for ``version``.
+        version: The new version; it also names ``.dist-info`` and ``.data``.
+        changed: New content by member of ``base``; None removes the member.
+        added: Content by new member.
+        metadata: Content by new file of ``.dist-info``.
+
+    Raises:
+        WheelError: A changed member isn't in ``base``, or an added one is.
+    """
+    names = {info.filename for info in base.infos}
+    if wrong := sorted((changed.keys() - names) | (added.keys() & names)):
+        raise WheelError(
+            f"cannot repack {base.path.name}: expected changed members to be "
+            f"there and added ones not, found otherwise for {wrong}"
+        )
+    stem = f"{base.stem.rsplit('-', 1)[0]}-{version}"
+    record_of_base = base.record()
+    rows: list[list[str]] = []
+    renamed = partial(base.renamed, stem)
+
+    def store(member: str, data: bytes, mode: int = FILE_MODE) -> None:
+        archive.store(member, data, mode)
+        rows.append(_record_row(member, data))
+
+    modes = {i.filename: i.external_attr >> 16 for i in base.infos}
+    described = f"{base.dist_info}/METADATA"
+    recorded = f"{base.dist_info}/RECORD"
+    with _Archive(output, "w") as archive:
+        for info in base.infos:
+            member = info.filename
+            if member.endswith(".pyc") or member in {described, recorded}:
+                continue
+            data = changed.get(member)
+            if data is not None:
+                store(renamed(member), data, modes[member])
+            elif member not in changed:
+                if member not in record_of_base:
+                    raise WheelError(
+                        f"{base.path.name}: RECORD has no line for {member}"
+                    )
+                archive.copy_member(base.archive, info, renamed(member))
+                rows.append([renamed(member), *record_of_base[member]])
+        for member in sorted(added):
+            store(member, added[member])
+        for name in sorted(metadata):
+            store(f"{stem}.dist-info/{name}", metadata[name])
+        store(
+            renamed(described),
+            _with_version(base.read(described), str(base.version), version),
+            modes[described],
+        )
+        rows.append([renamed(recorded), "", ""])
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows(rows)
+        archive.store(
+            renamed(recorded), text.getvalue().encode(), modes[recorded]
+        )
+
+
+def _with_version(metadata: bytes, before: str, after: str) -> bytes:
+    head, separator, body = metadata.partition(b"\n\n")
+    old = f"\nVersion: {before}\n".encode()
+    if (b"\n" + head + b"\n").count(old) != 1:
+        raise WheelError(f"METADATA has no single line `Version: {before}`")
+    new = f"\nVersion: {after}\n".encode()
+    head = (b"\n" + head + b"\n").replace(old, new)[1:-1]
+    return head + separator + body
+
+
+def check(
+    path: Path, base: Path | None = None, removed: Collection[str] = ()
+) -> None:
+    """Checks a wheel against its own metadata, and against its base.
+
+    Args:
+        path: The wheel.
+        base: The wheel it was made from: every member of it must be there
+            with its mode and, unless RECORD says otherwise, its content.
+        removed: Members of the base that were removed on purpose.
+
+    Raises:
+        WheelError: The message lists every fault.
+    """
+    faults: list[str] = []
+    try:
+        with Wheel(path) as wheel:
+            faults += _metadata_faults(wheel)
+            if base is not None:
+                with Wheel(base) as original:
+                    faults += _differences(wheel, original, removed)
+        with InstallerWheel.open(path) as source:
+            source.validate_record(validate_contents=True)
+    except InstallerError as error:
+        faults += getattr(error, "issues", None) or [str(error)]
+    except (zipfile.BadZipFile, zlib.error) as error:
+        faults.append(f"a member cannot be read: {error}")
+    if faults:
+        raise WheelError(
+            f"{path.name} is not a true wheel:\n  " + "\n  ".join(faults)
+        )
+
+
+def _metadata_faults(wheel: Wheel) -> list[str]:
+    faults = []
+    names = [info.filename for info in wheel.infos]
+    faults += [
+        f"{n} stands twice" for n in sorted(set(names)) if names.count(n) > 1
+    ]
+    faults += [f"{n} is compiled Python" for n in names if n.endswith(".pyc")]
+    faults += [
+        f"{n} stands in RECORD and isn't there"
+        for n in sorted(wheel.record().keys() - set(names))
+    ]
+    allowed = {wheel.dist_info, wheel.data}
+    faults += [
+        f"expected only {' and '.join(sorted(allowed))}, found {top}"
+        for top in sorted({n.partition("/")[0] for n in names} - allowed)
+        if top.endswith((".dist-info", ".data"))
+    ]
+    parser = email.parser.Parser()
+    metadata = parser.parsestr(
+        wheel.read(f"{wheel.dist_info}/METADATA").decode()
+    )
+    name, version = metadata.get("Name", ""), metadata.get("Version", "")
+    if canonicalize_name(name) != wheel.name:
+        faults.append(f"METADATA: Name {name}, not {wheel.name}")
+    if version != str(wheel.version):
+        faults.append(f"METADATA: Version {version}, not {wheel.version}")
+    described = parser.parsestr(wheel.read(f"{wheel.dist_info}/WHEEL").decode())
+    tags: set[Tag] = set()
+    for text in described.get_all("Tag", []):
+        tags |= parse_tag(text)
+    if tags != wheel.tags:
+        faults.append(
+            f"WHEEL: tags {sorted(map(str, tags))}, "
+            f"not {sorted(map(str, wheel.tags))}"
+        )
+    return faults
+
+
+def _differences(
+    wheel: Wheel, base: Wheel, removed: Collection[str]
+) -> list[str]:
+    """Returns what differs from the base although it shouldn't."""
+    faults = []
+    ours = {info.filename: info for info in wheel.infos}
+    record, record_of_base = wheel.record(), base.record()
+    for theirs in base.infos:
+        if theirs.filename in removed or theirs.filename.endswith(".pyc"):
+            continue
+        member = base.renamed(wheel.stem, theirs.filename)
+        info = ours.get(member)
+        if info is None:
+            faults.append(f"{member} is missing")
+            continue
+        same = record.get(member) == record_of_base.get(theirs.filename)
+        if (
+            same
+            and info.filename != f"{wheel.dist_info}/RECORD"
+            and (info.CRC != theirs.CRC)
+        ):
+            faults.append(f"{member}: content differs from the base's")
+        if info.external_attr >> 16 != theirs.external_attr >> 16:
+            faults.append(
+                f"{member}: mode {info.external_attr >> 16:o}, "
+                f"not {theirs.external_attr >> 16:o}"
+            )
+    return faults
