@@ -12,9 +12,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 from .build import (
     Project,
     Request,
@@ -217,28 +214,39 @@ def _verify(arguments: argparse.Namespace, project: Project) -> int:
 
 
 def _status(arguments: argparse.Namespace, project: Project) -> int:
-    rows: list[list[str]] = []
-    for release in project.releases().rows.values():
-        version = release.version
-        chosen = project.series().select(version, source=False)
-        rows += [
-            [c.patch.name, str(version), c.state, c.reason] for c in chosen
+    rows: list[dict[str, str]] = []
+    series, packages = project.series(), project.overlay()
+    releases = [row.version for row in project.releases().rows.values()]
+    for version in releases:
+        found = [
+            (chosen.patch.name, chosen.state, chosen.reason)
+            for chosen in series.select(version, source=False)
         ]
+        found += [(f"overlay/{p.name}", *p.state(version)) for p in packages]
         rows += [
-            [f"overlay {package.name}", str(version), *package.state(version)]
-            for package in project.overlay()
+            {
+                "patch": name,
+                "release": str(version),
+                "state": state,
+                "reason": reason,
+            }
+            for name, state, reason in found
         ]
-    # Stable, so that the releases of one patch stand in the table's order.
-    rows.sort(key=lambda row: row[0])
-    titles = ["patch", "release", "state", "reason"]
     if arguments.json:
-        table = [dict(zip(titles, row, strict=True)) for row in rows]
-        _announce(json.dumps(table, indent=2))
+        _announce(json.dumps(rows, indent=2))
         return 0
-    shown = Table(*titles, box=None)
-    for row in rows:
-        shown.add_row(*row)
-    Console().print(shown)
+    names = list(dict.fromkeys(row["patch"] for row in rows))
+    width = max(map(len, ["patch", *names]))
+    _announce(
+        " ".join([f"{'patch':{width}}", *(f"{v!s:21}" for v in releases)])
+    )
+    for name in names:
+        states = [row["state"] for row in rows if row["patch"] == name]
+        _announce(" ".join([f"{name:{width}}", *(f"{s:21}" for s in states)]))
+    for row in sorted(rows, key=lambda row: row["patch"]):
+        _announce("")
+        _announce(f"{row['patch']}, {row['release']}: {row['state']}")
+        _announce(f"  {row['reason']}")
     return 0
 
 

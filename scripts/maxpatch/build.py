@@ -23,10 +23,8 @@ from .checkout import (
     Checkout,
     changed_members,
     check_source,
-    member_path,
 )
 from .errors import MaxPatchError, OutputError
-from .git import NO_BLOB
 from .overlay import OverlayPackage, check_collisions
 from .overlay import load as load_overlay
 from .release import (
@@ -152,16 +150,6 @@ class Inputs:
         return [p for p, state, _ in self.overlay if state is State.APPLIED]
 
     @property
-    def removed(self) -> set[str]:
-        """The wheel's members that a patch removes."""
-        return {
-            member_path(patch, target)
-            for patch in self.patches
-            for target in patch.targets
-            if target.after == NO_BLOB
-        }
-
-    @property
     def version(self) -> str:
         """The built wheel's version."""
         return provenance.version(
@@ -201,7 +189,8 @@ def build(
         inputs = Inputs.resolve(project, request)
     built = request.output / inputs.filename
     recorded = project.work / "reports" / f"{inputs.filename}.json"
-    check_writable(request.output)
+    for folder in (request.output, project.work):
+        check_writable(folder)
     with _locked(project.work / "locks" / f"{inputs.pin.filename}.lock"):
         with steps.step("reuse", f"look for {inputs.filename}"):
             report = _read_report(recorded, built)
@@ -218,7 +207,7 @@ def build(
             packed = pack(project, request, inputs, steps, scratch)
             base = project.cache / inputs.pin.filename
             with steps.step("check", "the wheel against its base and RECORD"):
-                wheel.check(packed, base, inputs.removed)
+                wheel.check(packed, base, provenance.files(packed))
             with steps.step("verify", "install afresh, import, proofs"):
                 verification = verify(
                     packed,
@@ -254,8 +243,8 @@ def verify_built(
     table = provenance.read(path)
     release = project.releases().get(table["release"])
     pin = WheelPin(table["base"]["filename"], table["base"]["sha256"])
-    removed = [row["path"] for row in table["files"] if row["after"] is None]
-    wheel.check(path, fetch(pin, project.cache, offline=offline), removed)
+    base = fetch(pin, project.cache, offline=offline)
+    wheel.check(path, base, provenance.files(path))
     carried = {row["sha256"] for row in table["patches"]}
     return verify(
         path,

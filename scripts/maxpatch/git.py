@@ -135,6 +135,7 @@ class Repository:
                 "am",
                 "--quiet",
                 "--keep-cr",
+                "--keep-non-patch",
                 "--no-3way",
                 "--committer-date-is-author-date",
                 stdin=patch,

@@ -122,6 +122,15 @@ def read(path: Path) -> dict[str, Any]:
         return table
 
 
+def files(path: Path) -> dict[str, str | None]:
+    """Returns what a built wheel says isn't as in its base.
+
+    Returns:
+        SHA-256 in hex by changed or added member; None for a removed one.
+    """
+    return {row["path"]: row["after"] for row in read(path)["files"]}
+
+
 def notice(
     release: Release,
     patches: Sequence[Patch],

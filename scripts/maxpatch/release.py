@@ -198,7 +198,12 @@ def fetch(pin: WheelPin, cache: Path, *, offline: bool) -> Path:
 
 
 def _download(pin: WheelPin, cache: Path) -> None:
-    cache.mkdir(parents=True, exist_ok=True)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ReleaseError(
+            f"cannot keep downloads in {cache}: {error.strerror}"
+        ) from error
     version = parse_wheel_filename(pin.filename)[1]
     with tempfile.TemporaryDirectory(dir=cache, prefix=".download-") as folder:
         requirement = Path(folder, "requirement.txt")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from uv import find_uv_bin
 from . import provenance
 from .errors import ProcessError, VerifyError
 from .process import run
-from .release import Release, WheelPin, host_platform
+from .release import Release, WheelPin, host_platform, host_python
 from .series import Patch
 
 PYTHON_VARIABLE = "MAXPATCH_TEST_PYTHON"
@@ -55,6 +56,8 @@ def find_python(python: str, platform: str) -> tuple[Path | None, str]:
     """
     if platform != host_platform():
         return None, f"the wheel is for {platform}, this is {host_platform()}"
+    if python == host_python():
+        return Path(sys.executable), ""
     command = [find_uv_bin(), "python", "find", "--no-python-downloads", python]
     try:
         return Path(run(command).strip()), ""
@@ -143,13 +146,13 @@ def run_proofs(patches: Sequence[Patch], python: Path, root: Path) -> list[str]:
         The proofs that ran, as pytest ids.
 
     Raises:
-        VerifyError: A proof failed, or isn't there.
+        VerifyError: A proof failed, was skipped, or isn't there.
     """
     proofs = sorted({p.proof for p in patches if p.proof.startswith("tests/")})
     if not proofs:
         return []
     try:
-        run(
+        output = run(
             [
                 *(sys.executable, "-m", "pytest", "--quiet", "--no-header"),
                 *("-p", "no:cacheprovider", *proofs),
@@ -161,6 +164,10 @@ def run_proofs(patches: Sequence[Patch], python: Path, root: Path) -> list[str]:
         raise VerifyError(
             f"a patch is not in force:\n{error.output.strip()}"
         ) from error
+    # pytest calls it a success when a test was left out.
+    *_, summary = output.strip().splitlines()
+    if re.search("deselected|skipped|xfailed", summary):
+        raise VerifyError(f"a proof did not run: {summary}\n{output.strip()}")
     return proofs
 
 

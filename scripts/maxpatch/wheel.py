@@ -18,7 +18,8 @@ import os
 import struct
 import zipfile
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from copy import copy
 from functools import partial
 from pathlib import Path, PurePosixPath
@@ -156,8 +157,13 @@ def _time(data: bytes) -> tuple[int, int, int, int, int, int]:
 
 
 def _record_row(member: str, data: bytes) -> list[str]:
-    digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest())
-    return [member, f"sha256={digest.decode().rstrip('=')}", str(len(data))]
+    digest = hashlib.sha256(data).digest()
+    return [member, _record_hash(digest), str(len(data))]
+
+
+def _record_hash(digest: bytes) -> str:
+    encoded = base64.urlsafe_b64encode(digest).decode().rstrip("=")
+    return f"sha256={encoded}"
 
 
 def repack(
@@ -234,24 +240,27 @@ def repack(
 
 def _with_version(metadata: bytes, before: str, after: str) -> bytes:
     head, separator, body = metadata.partition(b"\n\n")
-    old = f"\nVersion: {before}\n".encode()
-    if (b"\n" + head + b"\n").count(old) != 1:
+    lines = head.split(b"\n")
+    old = f"Version: {before}".encode()
+    if lines.count(old) != 1:
         raise WheelError(f"METADATA has no single line `Version: {before}`")
-    new = f"\nVersion: {after}\n".encode()
-    head = (b"\n" + head + b"\n").replace(old, new)[1:-1]
-    return head + separator + body
+    lines[lines.index(old)] = f"Version: {after}".encode()
+    return b"\n".join(lines) + separator + body
 
 
 def check(
-    path: Path, base: Path | None = None, removed: Collection[str] = ()
+    path: Path,
+    base: Path | None = None,
+    files: Mapping[str, str | None] | None = None,
 ) -> None:
     """Checks a wheel against its own metadata, and against its base.
 
     Args:
         path: The wheel.
-        base: The wheel it was made from: every member of it must be there
-            with its mode and, unless RECORD says otherwise, its content.
-        removed: Members of the base that were removed on purpose.
+        base: The wheel it was made from. Every member of it must be there as
+            it was, and no other one, ``.dist-info`` aside.
+        files: The exceptions: SHA-256 in hex by changed or added member, None
+            for a removed one.
 
     Raises:
         WheelError: The message lists every fault.
@@ -262,7 +271,7 @@ def check(
             faults += _metadata_faults(wheel)
             if base is not None:
                 with Wheel(base) as original:
-                    faults += _differences(wheel, original, removed)
+                    faults += _differences(wheel, original, files or {})
         with InstallerWheel.open(path) as source:
             source.validate_record(validate_contents=True)
     except InstallerError as error:
@@ -279,7 +288,7 @@ def _metadata_faults(wheel: Wheel) -> list[str]:
     faults = []
     names = [info.filename for info in wheel.infos]
     faults += [
-        f"{n} stands twice" for n in sorted(set(names)) if names.count(n) > 1
+        f"{n} stands twice" for n, count in Counter(names).items() if count > 1
     ]
     faults += [f"{n} is compiled Python" for n in names if n.endswith(".pyc")]
     faults += [
@@ -314,30 +323,36 @@ def _metadata_faults(wheel: Wheel) -> list[str]:
 
 
 def _differences(
-    wheel: Wheel, base: Wheel, removed: Collection[str]
+    wheel: Wheel, base: Wheel, files: Mapping[str, str | None]
 ) -> list[str]:
-    """Returns what differs from the base although it shouldn't."""
-    faults = []
+    """Returns what differs from the base although it shouldn't.
+
+    RECORD's digests stand for the contents, which are held against it.
+    """
     ours = {info.filename: info for info in wheel.infos}
     record, record_of_base = wheel.record(), base.record()
-    for theirs in base.infos:
-        if theirs.filename in removed or theirs.filename.endswith(".pyc"):
-            continue
-        member = base.renamed(wheel.stem, theirs.filename)
-        info = ours.get(member)
-        if info is None:
-            faults.append(f"{member} is missing")
-            continue
-        same = record.get(member) == record_of_base.get(theirs.filename)
-        if (
-            same
-            and info.filename != f"{wheel.dist_info}/RECORD"
-            and (info.CRC != theirs.CRC)
-        ):
-            faults.append(f"{member}: content differs from the base's")
-        if info.external_attr >> 16 != theirs.external_attr >> 16:
-            faults.append(
-                f"{member}: mode {info.external_attr >> 16:o}, "
-                f"not {theirs.external_attr >> 16:o}"
-            )
+    wanted, modes = {}, {}
+    for info in base.infos:
+        if not info.filename.endswith(".pyc"):
+            member = base.renamed(wheel.stem, info.filename)
+            wanted[member] = record_of_base.get(info.filename, [""])[0]
+            modes[member] = info.external_attr >> 16
+    for member, digest in files.items():
+        wanted.pop(member, None)
+        if digest is not None:
+            wanted[member] = _record_hash(bytes.fromhex(digest))
+    described = {f"{wheel.dist_info}/{n}" for n in ("METADATA", "RECORD")}
+    faults = [f"{m} is missing" for m in sorted(wanted.keys() - ours.keys())]
+    faults += [
+        f"{member} is neither the base's nor one that was added"
+        for member in sorted(ours.keys() - wanted.keys())
+        if not member.startswith(f"{wheel.dist_info}/")
+    ]
+    for member in sorted(wanted.keys() & ours.keys()):
+        found = record.get(member, [""])[0]
+        if member not in described and found != wanted[member]:
+            faults.append(f"{member}: {found}, not {wanted[member]}")
+        mode = ours[member].external_attr >> 16
+        if mode != modes.get(member, mode):
+            faults.append(f"{member}: mode {mode:o}, not {modes[member]:o}")
     return faults

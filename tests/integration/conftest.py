@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Environments that have the wheels built from this repository installed."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from maxpatch.build import Project, Request, build
+from maxpatch.verify import PYTHON_VARIABLE, find_python, install
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="session")
+def environment(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str], Path]:
+    """Gives, for a release, the Python of a fresh environment with our wheel.
+
+    The wheel is built into ``dist/``, or recognised there. The environment is
+    the tests' own: they may put files into it.
+    """
+
+    @functools.cache
+    def make(release: str) -> Path:
+        request = Request(release=release, output=ROOT / "dist")
+        report = build(Project(ROOT), request, print)
+        interpreter, reason = find_python(request.python, request.platform)
+        assert interpreter is not None, reason
+        return install(
+            Path(report["wheels"][0]["path"]),
+            interpreter,
+            tmp_path_factory.mktemp(f"max-{release}") / "environment",
+            offline=False,
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def patched_env(environment: Callable[[str], Path]) -> Path:
+    """The Python with the default release's wheel, or the one named.
+
+    A build names the environment that it verifies, and runs a patch's proof
+    with it.
+    """
+    named = os.environ.get(PYTHON_VARIABLE)
+    default = Project(ROOT).releases().default
+    return Path(named) if named else environment(default)
+
+
+@pytest.fixture(scope="session")
+def served_env(patched_env: Path) -> Path:
+    """The same, for tests that serve a model."""
+    return patched_env
+
+
+@pytest.fixture(scope="session")
+def compile_cache(patched_env: Path) -> Path:
+    """A cache of compiled graphs that all tests and later runs share.
+
+    MAX's keys cover the graph, the kernels and the release, so a stale entry
+    cannot be taken for a fresh one. But two releases in one folder evict each
+    other's entries, so each has its own.
+    """
+    code = "import importlib.metadata as m; print(m.version('max-core'))"
+    release = subprocess.check_output([patched_env, "-c", code], text=True)
+    folder = ROOT / "build" / "work" / "compile-cache" / release.strip()
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

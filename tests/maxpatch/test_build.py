@@ -1,0 +1,420 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The whole story: a build, another one, one that is killed, two at once."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypedDict, Unpack
+
+import pytest
+
+from maxpatch.build import Request, build, lay_out, verify_built, write_json
+from maxpatch.errors import ConflictError, OutputError, WheelError
+from maxpatch.provenance import files
+from maxpatch.wheel import check
+from tests.maxpatch import toy as made
+from tests.maxpatch.faults import write_source
+from tests.maxpatch.toy import Toy
+
+
+class Changes(TypedDict, total=False):
+    """What a build asks for besides the toy's own."""
+
+    release: str
+    source: Path
+    output: Path
+    offline: bool
+    keep: bool
+
+
+def run(toy: Toy, **changes: Unpack[Changes]) -> dict[str, Any]:
+    """Builds the toy for another platform, which installs nothing."""
+    request = Request(platform=made.FOREIGN, output=toy.dist)
+    return build(toy.project, replace(request, **changes), lambda _: None)
+
+
+def member(path: Path, name: str) -> bytes:
+    """Returns a member's content."""
+    (data,) = [m.data for m in made.read_members(path) if m.name == name]
+    return data
+
+
+def test_build_makes_installs_and_proves_a_wheel(toy: Toy) -> None:
+    """A build for this machine ends with the proofs having run."""
+    lines: list[str] = []
+    before = toy.inputs()
+    report = build(toy.project, Request(output=toy.dist), lines.append)
+    (wheel,) = toy.built()
+    assert report["wheels"] == [
+        {
+            "path": str(wheel),
+            "sha256": hashlib.sha256(wheel.read_bytes()).hexdigest(),
+            "size": wheel.stat().st_size,
+            "version": wheel.name.split("-")[1],
+        }
+    ]
+    assert report["verification"] == {
+        "imported": True,
+        "proofs": ("tests/test_decode.py::test_decode_divides",),
+        "reason": "",
+    }
+    steps = ["select", "reuse", "fetch", "apply", "overlay", "pack"]
+    steps += ["check", "verify", "move"]
+    assert [line.split()[0] for line in lines] == steps
+    assert list(report["seconds"]) == steps
+    check(wheel, toy.base(platform=made.PLATFORM), files(wheel))
+    now = toy.inputs()
+    assert set(now) - set(before) == {f"dist/{wheel.name}"}
+    assert {path: now[path] for path in before} == before
+    assert toy.leftovers() == set()
+
+
+def test_report_has_every_patch_and_package(toy: Toy) -> None:
+    """Each patch and package has its state and reason, used or not."""
+    states = {}
+    for release in ("1.0", "2.0"):
+        report = run(toy, release=release)
+        assert report["release"] == release
+        rows = [*report["patches"], *report["overlay"]]
+        states[release] = [f"{row['name']}: {row['state']}" for row in rows]
+        assert all(row["reason"] for row in rows)
+    assert states["1.0"] == [
+        "decode-divides: applied",
+        "decode-eight: applied",
+        "endings: applied",
+        "fresh-module: applied",
+        "drop-legacy: applied",
+        "scale-two: applied",
+        "two-only: not-for-this-release",
+        "kernel: source-only",
+        "extra: applied",
+    ]
+    assert states["2.0"][5:] == [
+        "scale-two: landed-upstream",
+        "two-only: applied",
+        "kernel: source-only",
+        "extra: not-for-this-release",
+    ]
+
+
+def test_patches_add_change_and_remove_members(toy: Toy) -> None:
+    """What the series says is what stands in the wheel."""
+    run(toy)
+    (wheel,) = toy.built()
+    members = {m.name: m.data for m in made.read_members(wheel)}
+    assert "max/legacy.py" not in members
+    assert members["max/fresh.py"] == b'"""New."""\n\nFRESH = 1\n'
+    assert members["max/nn/__init__.py"] == made.SCALES_FIXED
+    assert members["max/layers.py"] == made.GUARDED
+    assert members["max/extra/__init__.py"] == b'"""Added."""\n\nEXTRA = 1\n'
+
+
+def test_releases_and_platforms_stand_side_by_side(toy: Toy) -> None:
+    """Each release has its own wheel in one folder."""
+    run(toy)
+    run(toy, release="2.0")
+    assert [path.name.split("+")[0] for path in toy.built()] == [
+        "max-1.0",
+        "max-2.0",
+    ]
+
+
+def test_second_build_is_the_first(toy: Toy) -> None:
+    """With nothing changed the wheel is recognised and nothing is done."""
+    first = run(toy)
+    (wheel,) = toy.built()
+    before = wheel.stat()
+    second = run(toy)
+    assert (first["reused"], second["reused"]) == (False, True)
+    assert list(second["seconds"]) == ["select", "reuse"]
+    assert wheel.stat() == before
+    for report in (first, second):
+        del report["reused"], report["seconds"]
+    assert json.loads(json.dumps(second)) == json.loads(json.dumps(first))
+
+
+def test_reused_report_has_the_states_of_today(toy: Toy) -> None:
+    """A patch for other releases that came since stands in the report."""
+    run(toy)
+    toy.add_patch("later", {}, {"max/later.py": b"\n"}, Applies_To=">=2.0")
+    report = run(toy)
+    assert report["reused"]
+    assert report["patches"][-1]["name"] == "later"
+    assert report["patches"][-1]["state"] == "not-for-this-release"
+
+
+def test_spoilt_or_missing_wheel_is_built_anew(toy: Toy) -> None:
+    """Only the very wheel that was built before is taken again."""
+    run(toy)
+    (wheel,) = toy.built()
+    data = wheel.read_bytes()
+    wheel.write_bytes(data[:-1])
+    assert not run(toy)["reused"]
+    assert wheel.read_bytes() == data
+    wheel.unlink()
+    assert not run(toy)["reused"]
+    assert wheel.read_bytes() == data
+
+
+def test_wheel_is_known_in_another_folder_too(toy: Toy, tmp_path: Path) -> None:
+    """A wheel moved with its folder is recognised under its new path."""
+    run(toy)
+    toy.dist.rename(tmp_path / "moved")
+    report = run(toy, output=tmp_path / "moved")
+    assert report["reused"]
+    assert report["wheels"][0]["path"].startswith(str(tmp_path / "moved"))
+
+
+def test_scratch_is_kept_on_request(toy: Toy) -> None:
+    """--keep leaves the scratch tree, also for the next build to replace."""
+    run(toy, keep=True)
+    (name,) = toy.leftovers()
+    scratch = toy.root / "build/work" / name
+    assert (scratch / "tree/max/python/max/layers.py").is_file()
+    toy.built()[0].unlink()
+    (scratch / "stale").write_bytes(b"")
+    run(toy, keep=True)
+    assert not (scratch / "stale").exists()
+
+
+def test_scratch_of_a_failed_build_is_kept_on_request(toy: Toy) -> None:
+    """--keep is for looking at what went wrong."""
+    toy.edit_patch("endings", "-HEIGHT = 1\t", "-HEIGHT = 3\t")
+    with pytest.raises(ConflictError):
+        run(toy, keep=True)
+    assert len(toy.leftovers()) == 1
+    toy.restore()
+    run(toy)
+    assert toy.leftovers() == set()
+
+
+def test_downloads_may_live_elsewhere(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MAXPATCH_CACHE names the folder of downloaded wheels."""
+    shutil.move(toy.root / "build/work/downloads", tmp_path / "cache")
+    monkeypatch.setenv("MAXPATCH_CACHE", str(tmp_path / "cache"))
+    run(toy, offline=True)
+    assert toy.built()
+
+
+def test_work_folder_that_cannot_be_written_is_named(
+    toy: Toy, tmp_path: Path
+) -> None:
+    """A scratch folder that can't be made is an error before any work."""
+    shutil.move(toy.root / "build/work", tmp_path / "work")
+    (toy.root / "build/work").write_text("a file\n")
+    before = toy.inputs()
+    with pytest.raises(OutputError, match=r"build/work is not a folder"):
+        run(toy)
+    assert toy.inputs() == before
+
+
+def test_output_folder_is_made(toy: Toy, tmp_path: Path) -> None:
+    """An output folder that isn't there yet is made, with those above it."""
+    run(toy, output=tmp_path / "a/b/c")
+    assert len(list((tmp_path / "a/b/c").iterdir())) == 1
+
+
+def test_output_on_another_file_system_is_one_rename_too(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a rename can't cross, the copy is made aside and renamed."""
+    real = Path.replace
+    seen: list[str] = []
+
+    def same_disk_only(self: Path, target: Path) -> Path:
+        if Path(target).parent == toy.dist:
+            seen.append(self.name)
+            if self.parent != toy.dist:
+                raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "replace", same_disk_only)
+    run(toy)
+    (wheel,) = toy.built()
+    assert seen == [wheel.name, f".{wheel.name}.part"]
+    check(wheel, toy.base(), files(wheel))
+    assert len(list(toy.dist.iterdir())) == 2
+
+
+def test_full_disk_leaves_the_output_as_it_was(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy that breaks off leaves no part of the wheel behind."""
+    before = toy.inputs()
+    real = Path.replace
+
+    def cross(self: Path, target: Path) -> Path:
+        if Path(target).parent == toy.dist:
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        return real(self, target)
+
+    def full(source: Path, target: Path) -> None:
+        target.write_bytes(source.read_bytes()[:100])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "replace", cross)
+    monkeypatch.setattr("maxpatch.build.shutil.copyfile", full)
+    with pytest.raises(OutputError, match="No space left on device"):
+        run(toy)
+    assert toy.inputs() == before
+
+
+def test_json_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    """A report that can't take its place leaves nothing."""
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(OutputError, match=r"cannot write .*taken"):
+        write_json(tmp_path / "taken", {})
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == []
+
+
+# A source checkout.
+
+
+def test_source_build_gives_the_same_wheel(toy: Toy) -> None:
+    """A checkout that matches the release changes nothing, nor is changed."""
+    run(toy)
+    (wheel,) = toy.built()
+    data = wheel.read_bytes()
+    write_source(toy)
+    lines = toy.series.read_text()
+    toy.series.write_text(lines.replace("kernel\n", ""))
+    toy.patch("kernel").unlink()
+    before = made.snapshot(toy.root / "source")
+    report = run(toy, source=toy.root / "source")
+    assert not report["reused"]
+    assert wheel.read_bytes() == data
+    assert made.snapshot(toy.root / "source") == before
+
+
+# Killed, and two at once.
+
+KILL_AT = [
+    "maxpatch.build.fetch",
+    "maxpatch.checkout.Checkout.apply",
+    "maxpatch.build.check_collisions",
+    "maxpatch.wheel._with_version",
+    "maxpatch.wheel.check",
+    "maxpatch.build.verify",
+    "maxpatch.build._move",
+    "maxpatch.build.write_json",
+]
+
+
+@pytest.mark.parametrize("place", KILL_AT)
+def test_killed_build_is_no_obstacle(place: str, toy: Toy) -> None:
+    """Killed anywhere, dist is whole or untouched, and the next run is good."""
+    before = toy.inputs()
+    owner, _, name = place.rpartition(".")
+    prelude = f"""
+import os, pkgutil, signal
+def kill(*_, **__): os.kill(os.getpid(), signal.SIGKILL)
+setattr(pkgutil.resolve_name({owner!r}), {name!r}, kill)
+"""
+    words = ("build", "--platform", made.FOREIGN)
+    killed = made.start(toy, *words, prelude=prelude)
+    killed.communicate()
+    assert killed.returncode == -signal.SIGKILL
+    if place.endswith("write_json"):
+        (wheel,) = toy.built()
+        check(wheel, toy.base(), files(wheel))
+    else:
+        assert toy.inputs() == before
+    assert not run(toy)["reused"]
+    assert toy.leftovers() == set()
+    assert len(list(toy.dist.iterdir())) == 2
+
+
+def blocked(toy: Toy, *words: str) -> subprocess.Popen[str]:
+    """Starts a build and returns once its proof runs and waits."""
+    (toy.root / "tests/test_decode.py").write_text(
+        "import pathlib, time\n"
+        "def test_decode_divides():\n"
+        "    here = pathlib.Path(__file__).parent\n"
+        "    (here / 'waits').write_text('')\n"
+        "    while not (here / 'go').exists():\n"
+        "        time.sleep(0.02)\n"
+    )
+    process = made.start(toy, *words)
+    deadline = time.monotonic() + 120
+    while not (toy.root / "tests/waits").exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return process
+
+
+def test_build_killed_in_its_proofs_is_no_obstacle(toy: Toy) -> None:
+    """Killed with all its children while verifying, nothing is left."""
+    process = blocked(toy, "build")
+    assert toy.built() == []
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    toy.restore()
+    report = build(toy.project, Request(output=toy.dist), lambda _: None)
+    assert report["verification"]["imported"]
+    assert toy.leftovers() == set()
+
+
+def test_second_build_at_once_is_told_so(toy: Toy) -> None:
+    """Of two builds of one wheel, the second has an error, the first none."""
+    process = blocked(toy, "build")
+    with pytest.raises(
+        OutputError, match=r"another build of max-1.0"
+    ) as caught:
+        build(toy.project, Request(output=toy.dist), lambda _: None)
+    assert caught.value.hint == "wait for it to end and run again"
+    # A wheel for another platform is another build.
+    run(toy)
+    (toy.root / "tests/go").write_text("")
+    output, error = process.communicate()
+    assert process.returncode == 0, error
+    assert "install: pip install" in output
+    assert len(toy.built()) == 2
+
+
+# The other verbs' work.
+
+
+def test_apply_lays_out_the_whole_tree(toy: Toy, tmp_path: Path) -> None:
+    """A commit a patch, on all of MAX's Python."""
+    request = Request(platform=made.FOREIGN)
+    checkout, inputs = lay_out(
+        toy.project, request, tmp_path / "tree", whole=True
+    )
+    log = made.git(checkout.folder, "log", "--format=%s").decode().splitlines()
+    assert log == [
+        *(p.subject for p in reversed(inputs.patches)),
+        "max 1.0",
+    ]
+    assert checkout.content("max/python/max/tool.sh")
+
+
+def test_failed_apply_leaves_no_tree(toy: Toy, tmp_path: Path) -> None:
+    """A conflict leaves no half-patched folder to be taken for a good one."""
+    toy.edit_patch("endings", "-HEIGHT = 1\t", "-HEIGHT = 3\t")
+    request = Request(platform=made.FOREIGN)
+    with pytest.raises(ConflictError):
+        lay_out(toy.project, request, tmp_path / "tree", whole=True)
+    assert not (tmp_path / "tree").exists()
+
+
+def test_built_wheel_is_verified_again(toy: Toy, tmp_path: Path) -> None:
+    """A built wheel is checked against its base, which it names itself."""
+    run(toy)
+    (wheel,) = toy.built()
+    done = verify_built(toy.project, wheel, tmp_path, offline=True)
+    assert not done.imported
+    made.edit_member(wheel, "max/layers.pyi", b"float", b"int")
+    with pytest.raises(WheelError, match=r"max/layers\.pyi: sha256="):
+        verify_built(toy.project, wheel, tmp_path, offline=True)
