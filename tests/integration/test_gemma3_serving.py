@@ -302,10 +302,13 @@ def test_warm_cache_compiles_for_a_gpu(
 def test_other_release_generates(
     environment: Callable[[str], Path],
     settings: Mapping[str, str],
+    compile_cache: Path,
     checkpoint: Path,
     numpy_model: reference.Gemma3,
 ) -> None:
     """The wheel of 26.5.0 prints the same tokens."""
     expected = decode(numpy_model.generate(chat(QUESTION), 12))
     python = environment("26.5.0")
+    cache = compile_cache.with_name("26.5.0")
+    settings = {**settings, "MODULAR_MAX_CACHE_DIR": str(cache)}
     assert expected in generate(python, settings, checkpoint).split("\n")
