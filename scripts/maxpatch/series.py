@@ -13,29 +13,20 @@ import email
 import email.policy
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from packaging.specifiers import InvalidSpecifier, SpecifierSet
-from packaging.version import InvalidVersion, Version
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from .errors import SeriesError
 from .git import NO_BLOB
 
 REASONS = ("temporary", "build", "permanent")
-_FIELDS = {
-    "Reason": True,
-    "Applies-To": True,
-    "Upstream-Status": True,
-    "Bug": False,
-    "Touches-Mojo": True,
-    "Proof": True,
-    "Last-Update": True,
-}
 _UPSTREAM = re.compile(
     r"Pending"
     r"|(?:Submitted|Denied) \[https?://\S+\]"
@@ -43,6 +34,48 @@ _UPSTREAM = re.compile(
     r"|Inappropriate \[[^\]]+\]"
 )
 _URL = re.compile(r"https?://\S+")
+
+
+def _reason(text: str) -> str:
+    if text not in REASONS:
+        raise ValueError(f"expected {' | '.join(REASONS)}, found {text!r}")
+    return text
+
+
+def _upstream_status(text: str) -> str:
+    match = _UPSTREAM.fullmatch(text)
+    if not match:
+        raise ValueError(
+            "expected Pending | Submitted [url] | Accepted [url, first "
+            f"release] | Denied [url] | Inappropriate [why], found {text!r}"
+        )
+    if match["first"]:
+        Version(match["first"])
+    return text
+
+
+def _url(text: str) -> str:
+    if not _URL.fullmatch(text):
+        raise ValueError(f"expected a url, found {text!r}")
+    return text
+
+
+def _mojo_packages(text: str) -> tuple[str, ...]:
+    return () if text == "none" else tuple(re.split(r",\s*", text))
+
+
+_FIELDS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "Reason": ("reason", _reason),
+    "Applies-To": ("applies_to", SpecifierSet),
+    "Upstream-Status": ("upstream_status", _upstream_status),
+    "Bug": ("bug", _url),
+    "Touches-Mojo": ("mojo_packages", _mojo_packages),
+    "Proof": ("proof", str),
+    "Last-Update": ("last_update", date.fromisoformat),
+}
+"""By field, the attribute of :class:`Patch` and what parses its value."""
+
+_OPTIONAL = {"Bug"}
 _DIFF = re.compile(r"^diff --git a/(?P<old>\S+) b/(?P<new>\S+)$", re.MULTILINE)
 _INDEX = re.compile(
     r"^index (?P<before>[0-9a-f]+)\.\.(?P<after>[0-9a-f]+)(?: \d+)?$",
@@ -110,6 +143,7 @@ class Patch:
     proof: str
     last_update: date
     targets: tuple[Target, ...]
+    bug: str = ""
 
     @property
     def sha256(self) -> str:
@@ -187,60 +221,26 @@ def _parse_message(head: str) -> tuple[str, dict[str, str], list[str]]:
 
 
 def _parse_values(
-    fields: dict[str, str], targets: Sequence[Target]
+    fields: Mapping[str, str], targets: Sequence[Target]
 ) -> tuple[dict[str, Any], list[str]]:
     """Returns the parsed fields, by attribute of :class:`Patch`, and faults."""
-    faults = [
-        f"field {key} is missing"
-        for key, required in _FIELDS.items()
-        if required and not fields.get(key)
-    ]
-    present = {key: value for key, value in fields.items() if value}
-    values: dict[str, Any] = {
-        "upstream_status": present.get("Upstream-Status", ""),
-        "proof": present.get("Proof", ""),
-        "reason": present.get("Reason", ""),
-    }
-    if "Reason" in present and present["Reason"] not in REASONS:
-        faults.append(
-            f"Reason: expected {' | '.join(REASONS)}, "
-            f"found {present['Reason']!r}"
-        )
-    if "Applies-To" in present:
-        try:
-            values["applies_to"] = SpecifierSet(present["Applies-To"])
-        except InvalidSpecifier as error:
-            faults.append(f"Applies-To: {error}")
-    if "Upstream-Status" in present:
-        status = _UPSTREAM.fullmatch(present["Upstream-Status"])
-        if not status:
-            faults.append(
-                "Upstream-Status: expected Pending | Submitted [url] | "
-                "Accepted [url, first release] | Denied [url] | "
-                f"Inappropriate [why], found {present['Upstream-Status']!r}"
-            )
-        elif status["first"]:
+    faults = []
+    values: dict[str, Any] = {}
+    for name, (attribute, parse) in _FIELDS.items():
+        text = fields.get(name)
+        if text:
             try:
-                Version(status["first"])
-            except InvalidVersion as error:
-                faults.append(f"Upstream-Status: {error}")
-    if "Bug" in present and not _URL.fullmatch(present["Bug"]):
-        faults.append(f"Bug: expected a url, found {present['Bug']!r}")
-    if "Last-Update" in present:
-        try:
-            values["last_update"] = date.fromisoformat(present["Last-Update"])
-        except ValueError as error:
-            faults.append(f"Last-Update: {error}")
-    if "Touches-Mojo" in present:
-        named = present["Touches-Mojo"]
-        packages = () if named == "none" else tuple(re.split(r",\s*", named))
-        values["mojo_packages"] = packages
-        in_diff = any(target.path.endswith(".mojo") for target in targets)
-        if in_diff != bool(packages):
-            faults.append(
-                f"Touches-Mojo: {named}, but the diff changes "
-                f"{'a' if in_diff else 'no'} .mojo file"
-            )
+                values[attribute] = parse(text)
+            except ValueError as error:
+                faults.append(f"{name}: {error}")
+        elif name not in _OPTIONAL:
+            faults.append(f"field {name} is missing")
+    in_diff = any(target.path.endswith(".mojo") for target in targets)
+    if in_diff != bool(values.get("mojo_packages", in_diff)):
+        faults.append(
+            f"Touches-Mojo: {fields['Touches-Mojo']}, but the diff changes "
+            f"{'a' if in_diff else 'no'} .mojo file"
+        )
     return values, faults
 
 
