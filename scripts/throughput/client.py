@@ -14,9 +14,6 @@ import httpx
 
 from throughput.server import MeasureError
 
-Alternatives = dict[str, float]
-"""The most likely tokens of one position: text to log probability."""
-
 
 @dataclass
 class Completion:
@@ -30,7 +27,6 @@ class Completion:
         stamps: When each piece of content came.
         tokens: Generated token ids, if asked for.
         prompt_ids: Token ids of the prompt, if asked for.
-        alternatives: The most likely tokens by position, if asked for.
         usage: The server's own count of tokens.
     """
 
@@ -39,7 +35,6 @@ class Completion:
     stamps: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     prompt_ids: list[int] = field(default_factory=list)
-    alternatives: list[Alternatives] = field(default_factory=list)
     usage: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -147,7 +142,3 @@ def _add(done: Completion, choice: dict[str, Any]) -> None:
         done.stamps.append(time.perf_counter())
     done.tokens += choice.get("token_ids") or []
     done.prompt_ids += choice.get("prompt_token_ids") or []
-    done.alternatives += [
-        {top["token"]: top["logprob"] for top in position["top_logprobs"]}
-        for position in (choice.get("logprobs") or {}).get("content") or []
-    ]

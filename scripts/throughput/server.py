@@ -23,7 +23,7 @@ _SAID = {
     "pipeline": re.compile(r"pipeline\s*:\s*\w+"),
     "warmup": re.compile(r"Device graph capture warmup completed in .*"),
 }
-_BATCH_LINE = re.compile(r"(?:Executed|Enqueued) TG batch with (\d+) reqs")
+_BATCH_LINE = re.compile(r"(?:Executed|Enqueued) (CE|TG) batch with (\d+) reqs")
 _VERSION = (
     "import json, sys\n"
     "from importlib.metadata import version\n"
@@ -113,7 +113,7 @@ def check_capture(arm: Arm, log: str) -> dict[str, str]:
         MeasureError: If the log says nothing or contradicts the arm.
     """
     matches = {key: line.search(log) for key, line in _SAID.items()}
-    said = {key: match[0] for key, match in matches.items() if match}
+    said = {k: " ".join(m[0].split()) for k, m in matches.items() if m}
     if "config" not in said:
         raise MeasureError(
             f"{arm.name}: the server's log has no device_graph_capture line; "
@@ -129,9 +129,12 @@ def check_capture(arm: Arm, log: str) -> dict[str, str]:
     return said
 
 
-def decode_batch_sizes(log: str) -> list[int]:
-    """Returns the size of each decode batch that a server's log reports."""
-    return [int(n) for n in _BATCH_LINE.findall(log)]
+def batches(log: str) -> list[tuple[str, int]]:
+    """Returns each batch that a server's log reports: CE or TG, and rows.
+
+    CE is a prefill and TG a decode step, in MAX's terms.
+    """
+    return [(kind, int(rows)) for kind, rows in _BATCH_LINE.findall(log)]
 
 
 def free_port() -> int:

@@ -8,9 +8,11 @@ its own and imports nothing of ours.
 from __future__ import annotations
 
 import json
+import queue
 import sys
 import threading
 import time
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -23,8 +25,7 @@ SETTINGS: dict[str, Any] = {
     "neighbour_s": 0.0,
     "short_by": 0,
     "status": 200,
-    "stale": False,
-    "gap": 5.0,
+    "stale_rows": None,
     "exit_code": None,
 } | json.loads(Path(__file__).parents[2].joinpath("settings.json").read_text())
 CAPTURE = (
@@ -32,9 +33,28 @@ CAPTURE = (
 )
 PREFIX_CACHING = "--no-enable-prefix-caching" not in sys.argv
 TEMPLATE_TOKENS = 4
-LOCK = threading.Lock()
 SEEN: set[str] = set()
-ACTIVE = 0
+ARRIVED: queue.Queue[Request] = queue.Queue()
+
+
+@dataclass
+class Request:
+    """A request under way: its tokens so far, and where to send new ones."""
+
+    context: list[int]
+    count: int
+    tokens: queue.Queue[int] = field(default_factory=queue.Queue)
+    given: int = 0
+
+    def step(self, rows: int, row: int) -> None:
+        """Gives one token, which depends on the batch as rounding does."""
+        c = self.context
+        token = (sum(c) * 7919 + len(c) * 104729 + rows * 31 + row) % 4001
+        if CAPTURE and rows == SETTINGS["stale_rows"]:
+            token += 1
+        c.append(token)
+        self.tokens.put(token)
+        self.given += 1
 
 
 def say(line: str) -> None:
@@ -42,12 +62,27 @@ def say(line: str) -> None:
     print(f"00:00:00.000 INFO: {line}", flush=True)
 
 
-def next_token(context: list[int], active: int) -> int:
-    """Continues a context; a stale buffer shows only in a batch."""
-    token = (sum(context) * 7919 + len(context) * 104729) % 4001
-    if SETTINGS["stale"] and CAPTURE and active == 8:
-        return token + 1
-    return token
+def schedule() -> None:
+    """Batches what has arrived; an ended request stays one step longer."""
+    active: list[Request] = []
+    while True:
+        if not active or not ARRIVED.empty():
+            request = ARRIVED.get()
+            time.sleep(SETTINGS["first_s"])
+            say("Enqueued CE batch with 1 reqs | Pending: 0 reqs")
+            active = [r for r in active if r.given < r.count]
+            request.step(1, 0)
+            active.append(request)
+            continue
+        rows = len(active)
+        neighbours = SETTINGS["neighbour_s"] * (rows - 1)
+        time.sleep(SETTINGS["token_s"] + neighbours)
+        say(f"Enqueued TG batch with {rows} reqs | Pending: 0 reqs")
+        running = [r for r in active if r.given < r.count]
+        for row, request in enumerate(active):
+            if request.given < request.count:
+                request.step(rows, row)
+        active = running
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -70,14 +105,7 @@ class Handler(BaseHTTPRequestHandler):
         if SETTINGS["status"] != 200:
             self.wfile.write(b"no such luck")
             return
-        global ACTIVE
-        with LOCK:
-            ACTIVE += 1
-        try:
-            self.stream(body)
-        finally:
-            with LOCK:
-                ACTIVE -= 1
+        self.stream(body)
 
     def event(self, chunk: dict[str, Any]) -> None:
         """Sends one server-sent event."""
@@ -88,37 +116,24 @@ class Handler(BaseHTTPRequestHandler):
         """Sends the tokens one by one, then the usage."""
         text = body["messages"][0]["content"]
         words = [int(word[1:]) for word in text.split("_") if word]
-        context = body.get("prompt_tokens") or [0] * TEMPLATE_TOKENS + words
-        prompt_tokens = len(context)
+        prompt = [0] * TEMPLATE_TOKENS + words
         count = body["max_tokens"] - SETTINGS["short_by"]
-        with LOCK:
-            hit = PREFIX_CACHING and text in SEEN
-            SEEN.add(text)
-        time.sleep(SETTINGS["first_s"])
+        hit = PREFIX_CACHING and text in SEEN
+        SEEN.add(text)
+        request = Request(list(prompt), count)
+        ARRIVED.put(request)
         for i in range(count):
-            if i:
-                wait = SETTINGS["neighbour_s"] * (ACTIVE - 1)
-                time.sleep(SETTINGS["token_s"] + wait)
-            with LOCK:
-                say(f"Enqueued TG batch with {ACTIVE} reqs | Pending: 0 reqs")
-                token = next_token(context, ACTIVE)
+            token = request.tokens.get()
             choice: dict[str, Any] = {"delta": {"content": f"t{token}"}}
             if body.get("return_token_ids"):
                 choice["token_ids"] = [token]
                 if i == 0:
-                    choice["prompt_token_ids"] = list(context)
-            if body.get("logprobs"):
-                best = [
-                    {"token": f"t{token + k}", "logprob": -k * SETTINGS["gap"]}
-                    for k in range(5)
-                ]
-                choice["logprobs"] = {"content": [{"top_logprobs": best}]}
+                    choice["prompt_token_ids"] = prompt
             self.event({"choices": [choice]})
-            context.append(token)
         usage = {
-            "prompt_tokens": prompt_tokens,
+            "prompt_tokens": len(prompt),
             "completion_tokens": count,
-            "prompt_tokens_details": {"cached_tokens": prompt_tokens * hit},
+            "prompt_tokens_details": {"cached_tokens": len(prompt) * hit},
         }
         self.event({"choices": [], "usage": usage})
         self.wfile.write(b"data: [DONE]\n\n")
@@ -135,6 +150,7 @@ def main() -> None:
     if CAPTURE:
         say("Device graph capture warmup completed in 0.10s (model=fake).")
     port = int(sys.argv[sys.argv.index("--port") + 1])
+    threading.Thread(target=schedule, daemon=True).start()
     ThreadingHTTPServer.request_queue_size = 64
     ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 

@@ -10,8 +10,8 @@ import pytest
 from throughput.server import (
     Arm,
     MeasureError,
+    batches,
     check_capture,
-    decode_batch_sizes,
     serve,
 )
 
@@ -32,9 +32,7 @@ def test_log_that_agrees_is_quoted() -> None:
     """The quoted lines carry no time, so equal servers quote alike."""
     said = check_capture(arm(True), ON)
     assert said["config"] == "device_graph_capture : True"
-    assert said["pipeline"] == "pipeline             : " + (
-        "OverlapTextGenerationPipeline"
-    )
+    assert said["pipeline"] == "pipeline : OverlapTextGenerationPipeline"
     assert said["warmup"].startswith("Device graph capture warmup")
     assert "warmup" not in check_capture(arm(False), OFF)
 
@@ -57,14 +55,14 @@ def test_log_that_contradicts_is_refused(
         check_capture(arm(capture), log)
 
 
-def test_decode_batches_are_read_in_either_form() -> None:
-    """Prefill batches do not count; overlap names its batches otherwise."""
+def test_batches_are_read_in_either_form() -> None:
+    """Overlap names its batches otherwise, and repeats the one before."""
     log = (
         "INFO: Executed CE batch with 9 reqs | x\n"
         "INFO: Executed TG batch with 3 reqs | x\n"
         "INFO: Enqueued TG batch with 4 reqs | Completed TG batch with 3 reqs"
     )
-    assert decode_batch_sizes(log) == [3, 4]
+    assert batches(log) == [("CE", 9), ("TG", 3), ("TG", 4)]
 
 
 def test_server_is_gone_after_the_block(
