@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -36,6 +37,10 @@ def main(words: list[str] | None = None, root: Path = ROOT) -> int:
         print(f"error: {error}", file=sys.stderr)
         if error.hint:
             print(f"hint: {error.hint}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        # The reader has left (`| head`); Python's own flush must not complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

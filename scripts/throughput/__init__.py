@@ -5,5 +5,6 @@
     python -m throughput.report            print the table of a results file
     python -m throughput.capture_equality  compare greedy tokens
 
-`server` starts and stops one `max serve`; `client` streams one chat request.
+`server` starts and stops one `max serve`; `client` streams one chat request;
+`fixed_batches` runs a model in its own process over batches that a plan fixes.
 """

@@ -1,113 +1,147 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Compares greedy tokens with device graph capture on and off.
 
-Prompts of different lengths are served alone, then several at once: arrivals
-are spaced by tokens of the request before, a departure lets the next request
-in, and lengths differ, so the batch's size and the order of its rows change
-between replays. A captured buffer that is not refreshed shows only then.
-
-A batch of another size runs other kernels, whose results differ, and a model
-of random weights amplifies that to other tokens. Two servers therefore owe a
-request equal tokens for as long as its batches are the same on both: the
-number of rows and its own row, at every step. The log of each server says what
-its batches were. Tokens past the first other batch are not compared, and how
-many were compared is part of the result.
+A captured buffer that replay does not refresh gives wrong tokens, and may do
+so only when the batch changes. Sixteen prompts of different lengths are run
+alone, then up to eight at once by a plan that fixes the rows of every step:
+requests arrive and leave between replays, batches grow and shrink, and rows
+move. Two processes, with capture and without, execute that plan
+(`throughput.fixed_batches`). Their batches are the same at every step, so
+every token has to be.
 
     python -m throughput.capture_equality --patched PYTHON --model DIR \
-        --output equality.json
+        --controls --output equality.json
+
+`--controls` shows that the comparison would notice: the plan is repeated for
+each buffer that replay refreshes, with that buffer left stale.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
+import os
+import random
+import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from throughput.capture import Protocol, machine, ours
-from throughput.client import Completion, complete, prompt
-from throughput.server import MeasureError, Server, batches, serve
+from throughput.client import prompt
+from throughput.server import Arm, MeasureError
 
-SLOTS = 8
-ENOUGH = 100
-"""Tokens to compare in batches of several rows, at the least."""
-
-_EVERY_BATCH = {"MAX_SERVE_SCHEDULER_STATS_LOG_INTERVAL_S": "0"}
+ROWS = 8
 _WORDS = (1, 3, 8, 15, 16, 31, 33, 64, 90, 110, 127, 128, 200, 255, 300, 490)
 _TOKENS = (
     *(100, 140, 60, 180, 120, 80, 160, 70),
     *(200, 90, 130, 110, 150, 64, 170, 190),
 )
-REQUESTS = tuple(
-    (prompt(words, seed), tokens)
-    for seed, (words, tokens) in enumerate(zip(_WORDS, _TOKENS, strict=True))
-)
-"""Content and number of tokens to generate, for each request."""
+
+Steps = Sequence[Sequence[int]]
+"""The rows of each step, by request."""
 
 Tokens = Sequence[Sequence[int]]
 """The answer of each request."""
 
-History = list[tuple[int, int]]
-"""For each token of a request: rows of the batch that gave it, own row."""
 
+def changing(
+    tokens: Sequence[int], rows: int, seed: int = 0
+) -> list[list[int]]:
+    """Plans steps of up to `rows` requests that arrive and leave.
 
-async def alone(client: httpx.AsyncClient) -> list[Completion]:
-    """Serves one request after the other."""
-    extra = {"return_token_ids": True}
-    return [await complete(client, *r, extra=extra) for r in REQUESTS]
+    A request arrives by a prefill step of its own and then decodes until it
+    has its tokens. Arrivals are spaced at random, a new request takes a row at
+    random, and now and then all rows change places.
 
+    Args:
+        tokens: Tokens of each request, two at the least.
+        rows: The most rows of a step.
+        seed: Selects the plan.
 
-async def together(
-    client: httpx.AsyncClient, *, spacing: int = 2
-) -> list[Completion]:
-    """Serves up to eight requests at once, arriving and leaving one by one.
-
-    A request arrives when the one before it has `spacing` tokens and a slot
-    is free, so that arrivals follow decode steps and not the clock.
+    Returns:
+        The rows of each step, by request.
     """
-    free = asyncio.Semaphore(SLOTS)
-    under_way = [asyncio.Event() for _ in range(len(REQUESTS) + 1)]
-    under_way[0].set()
-    extra = {"return_token_ids": True}
+    rng = random.Random(seed)
+    left = list(tokens)
+    waiting = list(range(len(tokens)))
+    active: list[int] = []
+    steps = []
+    while waiting or active:
+        full = len(active) == rows or not waiting
+        if not active or (not full and rng.random() < 0.25):
+            step = [waiting.pop(0)]
+            active.insert(rng.randint(0, len(active)), step[0])
+        else:
+            if rng.random() < 0.25:
+                rng.shuffle(active)
+            step = list(active)
+        for request in step:
+            left[request] -= 1
+        steps.append(step)
+        active = [request for request in active if left[request]]
+    return steps
 
-    async def one(index: int) -> Completion:
-        def arrived(tokens: int) -> None:
-            if tokens >= spacing:
-                under_way[index + 1].set()
 
-        await under_way[index].wait()
-        async with free:
-            return await complete(
-                client, *REQUESTS[index], extra=extra, on_token=arrived
-            )
+def make_plan(
+    words: Sequence[int], tokens: Sequence[int], rows: int
+) -> dict[str, Any]:
+    """Plans the requests alone, then together.
 
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(one(i)) for i in range(len(REQUESTS))]
-    return [task.result() for task in tasks]
+    Args:
+        words: Words of each request's prompt.
+        tokens: Tokens that each request generates.
+        rows: The most requests at once.
+
+    Returns:
+        What `throughput.fixed_batches` executes.
+    """
+    return {
+        "requests": [
+            {"content": prompt(n, seed), "tokens": count}
+            for seed, (n, count) in enumerate(zip(words, tokens, strict=True))
+        ],
+        "phases": {
+            "alone": [[i] for i, n in enumerate(tokens) for _ in range(n)],
+            "together": changing(tokens, rows),
+        },
+    }
 
 
-def check_changes(events: Sequence[tuple[str, int]]) -> None:
-    """Refuses batches whose size hardly changed between decode steps.
+def decodes(steps: Steps) -> list[Sequence[int]]:
+    """Returns the steps that no request is new to."""
+    seen: set[int] = set()
+    found = []
+    for step in steps:
+        if seen.issuperset(step):
+            found.append(step)
+        seen.update(step)
+    return found
+
+
+def check_changes(steps: Steps, rows: int) -> None:
+    """Refuses a plan that would hardly show a stale buffer.
 
     Raises:
-        MeasureError: If the batch never was full, or did not often grow and
-            shrink.
+        MeasureError: If a size of batch is missing, or batches do not often
+            grow and shrink, or rows do not often move.
     """
-    sizes = [rows for kind, rows in events if kind == "TG"]
+    batches = decodes(steps)
+    sizes = [len(step) for step in batches]
     grew = sum(b > a for a, b in pairwise(sizes))
     shrank = sum(b < a for a, b in pairwise(sizes))
-    if max(sizes, default=0) != SLOTS or min(grew, shrank) < SLOTS // 2:
+    moved = sum(
+        any(i in a and a.index(i) != row for row, i in enumerate(b))
+        for a, b in pairwise(batches)
+    )
+    missing = set(range(1, rows + 1)) - set(sizes)
+    if missing or min(grew, shrank, moved) < rows // 2:
         raise MeasureError(
-            f"decode batches reached {max(sizes, default=0)} of {SLOTS} "
-            f"requests, grew {grew} and shrank {shrank} times: too little to "
-            "show a stale buffer"
+            f"the plan's batches lack the sizes {sorted(missing)}, grow "
+            f"{grew} and shrink {shrank} times and move rows {moved} times: "
+            "too little to show a stale buffer"
         )
 
 
@@ -128,179 +162,169 @@ def check_discriminating(answers: Tokens) -> None:
         )
 
 
-def histories(
-    events: Sequence[tuple[str, int]], lengths: Sequence[int]
-) -> list[History]:
-    """Tells which batch gave each token of each request.
+def differences(steps: Steps, on: Tokens, off: Tokens) -> list[str]:
+    """Describes the first token of each request that differs."""
+    found = []
+    for request, (a, b) in enumerate(zip(on, off, strict=True)):
+        pairs = enumerate(zip(a, b, strict=True))
+        at = next((i for i, (x, y) in pairs if x != y), None)
+        if at is not None:
+            own = [i for i, step in enumerate(steps) if request in step]
+            found.append(
+                f"request {request}, token {at}, step {own[at]} of rows "
+                f"{list(steps[own[at]])}: {a[at]} with capture, {b[at]} without"
+            )
+    return found
 
-    Requests arrive in order and keep their order in the batch. The overlap
-    scheduler learns one step late that a request has ended, so an ended
-    request fills a row of the next step. Decode steps before the first
-    arrival are left from earlier requests.
 
-    Args:
-        events: The server's batches in order, as `server.batches` gives them.
-        lengths: Tokens of each request.
-
-    Returns:
-        A history for each request.
+def check_runs(
+    plan: dict[str, Any], on: dict[str, Any], off: dict[str, Any]
+) -> None:
+    """Refuses runs that do not differ in capture, or differ in more.
 
     Raises:
-        MeasureError: If a batch has other rows than that.
+        MeasureError: If capture was not on in one run and off in the other,
+            if a decode step was not replayed, or if pipelines, versions or
+            prompts differ.
     """
-    found: list[History] = [[] for _ in lengths]
-    ended: dict[int, int] = {}
-    active: list[int] = []
-    arrived = 0
-    for step, (kind, size) in enumerate(events):
-        if kind == "CE":
-            rows = list(range(arrived, min(arrived + size, len(lengths))))
-            active += rows
-            arrived += size
-        elif not arrived:
-            continue
-        else:
-            active = [i for i in active if ended.get(i, step) >= step - 1]
-            rows = active
-        if len(rows) != size:
+    steps = {name: len(decodes(s)) for name, s in plan["phases"].items()}
+    for name, run, expected in (
+        ("on", on, steps),
+        ("off", off, dict.fromkeys(steps, 0)),
+    ):
+        replays = {k: phase["replays"] for k, phase in run["phases"].items()}
+        if run["capture"] != (name == "on") or replays != expected:
             raise MeasureError(
-                f"step {step}: the server's log has a {kind} batch of {size} "
-                f"requests, expected {len(rows)}; its batches cannot be told"
+                f"capture {name}: the pipeline says {run['capture']} and "
+                f"replayed {replays} steps, expected {expected}"
             )
-        for row, i in enumerate(rows):
-            if i not in ended:
-                found[i].append((size, row))
-            if len(found[i]) == lengths[i]:
-                ended.setdefault(i, step)
-    return found
+    for key in ("pipeline", "versions", "prompts"):
+        if on[key] != off[key]:
+            raise MeasureError(
+                f"{key}: {on[key]} with capture, {off[key]} without"
+            )
+    for phase in (*on["phases"].values(), *off["phases"].values()):
+        check_discriminating(phase["tokens"])
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """What two runs of the requests say about each other.
+def judge_controls(steps: Steps, on: dict[str, Any]) -> tuple[bool, list[str]]:
+    """Tells which stale buffers the comparison notices.
 
-    Attributes:
-        compared: Tokens given by equal batches so far, and so compared.
-        shared: Those of them that a batch of several rows gave.
-        sizes: The sizes of those batches.
-        contradictions: Request and token that differ nevertheless.
-        parted: Requests whose tokens differ after their batches did.
-    """
-
-    compared: int
-    shared: int
-    sizes: frozenset[int]
-    contradictions: tuple[tuple[int, int], ...]
-    parted: int
-
-
-def first_difference(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """Returns the first index at which two sequences differ, or the end."""
-    pairs = enumerate(zip(a, b, strict=False))
-    return next((i for i, (x, y) in pairs if x != y), min(len(a), len(b)))
-
-
-def agree(
-    a: Tokens, b: Tokens, batches_a: list[History], batches_b: list[History]
-) -> Agreement:
-    """Compares the tokens of two runs while their batches are equal."""
-    parted = 0
-    sizes: list[int] = []
-    contradictions = []
-    for i, (x, y) in enumerate(zip(a, b, strict=True)):
-        same = first_difference(batches_a[i], batches_b[i])
-        at = first_difference(x, y)
-        sizes += [rows for rows, _ in batches_a[i][:same]]
-        if at < same:
-            contradictions.append((i, at))
-        elif list(x) != list(y):
-            parted += 1
-    return Agreement(
-        compared=len(sizes),
-        shared=sum(rows > 1 for rows in sizes),
-        sizes=frozenset(sizes),
-        contradictions=tuple(contradictions),
-        parted=parted,
-    )
-
-
-async def collect(server: Server, repeats: int) -> dict[str, Any]:
-    """Runs both arrangements on one server.
+    Args:
+        steps: The last phase of the plan.
+        on: The run with capture, and with controls.
 
     Returns:
-        `alone`: token ids of the answers; `together` and `events`: for each
-        repeat, the answers and the server's batches.
+        Whether tokens differ for each buffer that was stale and for nothing
+        else; and a line a control.
     """
-    found: dict[str, Any] = {"together": [], "events": []}
-    async with httpx.AsyncClient(base_url=server.url, timeout=300) as client:
-        answers = [await alone(client)]
-        for _ in range(repeats):
-            seen = server.log.stat().st_size
-            answers.append(await together(client))
-            log = server.log.read_bytes()[seen:]
-            found["events"].append(batches(log.decode(errors="replace")))
-            check_changes(found["events"][-1])
-    for run in answers:
-        for answer, (_, tokens) in zip(run, REQUESTS, strict=True):
-            answer.check(tokens)
-    found["alone"], *found["together"] = [
-        [answer.tokens for answer in run] for run in answers
-    ]
-    check_discriminating(found["alone"])
-    return found
+    expected = list(on["phases"].values())[-1]["tokens"]
+    good, lines = True, []
+    for control in on["controls"]:
+        buffer = control["buffer"]
+        about = "nothing" if buffer is None else on["buffers"][buffer]
+        title = f"- control, stale {about} ({buffer}):"
+        if "tokens" not in control:
+            good = False
+            lines.append(f"{title} ended the process; no later one was tried")
+            continue
+        parted = len(differences(steps, control["tokens"], expected))
+        good &= bool(parted) == bool(control["changed"])
+        lines.append(
+            f"{title} other values in {control['changed']} of "
+            f"{control['replays']} replays, {parted} requests differ"
+        )
+    return good and any(c.get("changed") for c in on["controls"]), lines
 
 
 def judge(result: dict[str, Any]) -> tuple[bool, str]:
-    """Compares all runs of the two servers.
+    """Compares the two runs.
 
     Args:
         result: What `main` writes.
 
     Returns:
-        Whether capture changes no token, and what that rests on, as Markdown.
+        Whether capture changes no token, and if controls were run, that each
+        stale buffer does; and what that rests on, as Markdown.
+
+    Raises:
+        MeasureError: If the runs cannot be compared.
     """
-    on, off = result["on"], result["off"]
-    lengths = [len(answer) for answer in on["alone"]]
-    single = [[(1, 0)] * n for n in lengths]
-    runs = {
-        (name, i): (answers, histories(events, lengths))
-        for name in ("on", "off")
-        for i, (answers, events) in enumerate(
-            zip(result[name]["together"], result[name]["events"], strict=True)
-        )
-    }
-
-    def pair(a: tuple[str, int], b: tuple[str, int]) -> Agreement:
-        return agree(runs[a][0], runs[b][0], runs[a][1], runs[b][1])
-
-    count = range(len(on["together"]))
-    found = {"alone": agree(on["alone"], off["alone"], single, single)}
-    for i, j in product(count, count):
-        found[f"together, on {i} and off {j}"] = pair(("on", i), ("off", j))
-    control = {
-        f"control, {name} {i} and {name} {j}": pair((name, i), (name, j))
-        for name in ("on", "off")
-        for i, j in pairwise(count)
-    }
-    most = max(a.shared for a in found.values())
-    passed = most >= ENOUGH and not any(
-        a.contradictions for a in found.values()
-    )
-    lines = [
-        f"{'PASS' if passed else 'FAIL'}: {len(lengths)} requests, "
-        "capture on against off"
-    ]
-    for name, a in (found | control).items():
+    plan, on, off = result["plan"], result["on"], result["off"]
+    check_runs(plan, on, off)
+    passed = True
+    lines = []
+    for name, steps in plan["phases"].items():
+        a, b = (run["phases"][name]["tokens"] for run in (on, off))
+        found = differences(steps, a, b)
+        passed &= not found
+        sizes = [len(step) for step in decodes(steps)]
         lines.append(
-            f"- {name}: {a.compared} tokens by equal batches, {a.shared} of "
-            f"them by batches of several rows (at most {max(a.sizes)}), "
-            f"{len(a.contradictions)} contradictions"
-            f"{''.join(f' {c}' for c in a.contradictions[:5])}; "
-            f"{a.parted} requests part after their batches do"
+            f"- {name}: {sum(map(len, a))} tokens of {len(a)} requests, "
+            f"{len(sizes)} replays of {min(sizes)} to {max(sizes)} rows, "
+            f"{len(found)} requests differ"
         )
-    if most < ENOUGH:
-        lines.append(f"- too little: fewer than {ENOUGH} tokens by batches")
-    return passed, "\n".join(lines)
+        lines += [f"  - {line}" for line in found]
+    if on["controls"]:
+        good, more = judge_controls(steps, on)
+        passed &= good
+        lines += more
+    title = "PASS" if passed else "FAIL"
+    return passed, "\n".join([f"{title}: capture on against off", *lines])
+
+
+def drive(
+    arm: Arm, model: Path, plan: Path, output: Path, flags: Sequence[str]
+) -> dict[str, Any]:
+    """Executes a plan in a process of its own.
+
+    Args:
+        arm: Interpreter and flags.
+        model: Checkpoint folder.
+        plan: The plan's file.
+        output: Where the process writes; its log goes beside it.
+        flags: Flags that every arm has.
+
+    Returns:
+        What the process found.
+
+    Raises:
+        MeasureError: If it failed, other than by a stale buffer.
+    """
+    scripts = str(Path(__file__).resolve().parents[1])
+    log = output.with_suffix(".log")
+    output.unlink(missing_ok=True)
+    with log.open("wb") as file:
+        done = subprocess.run(
+            [
+                *(arm.python, "-m", "throughput.fixed_batches"),
+                *("--plan", str(plan), "--output", str(output)),
+                *("--model", str(model), *flags, *arm.flags),
+            ],
+            env=arm.environment(
+                {
+                    "HF_HUB_OFFLINE": "1",
+                    "MAX_SERVE_DISABLE_TELEMETRY": "1",
+                    "PYTHONPATH": os.pathsep.join(
+                        filter(None, (scripts, arm.path))
+                    ),
+                }
+            ),
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
+    found: dict[str, Any] = {}
+    if output.exists():
+        found = json.loads(output.read_text())
+    controls = found.get("controls")
+    by_control = controls and controls[-1]["buffer"] is not None
+    if done.returncode and not by_control:
+        raise MeasureError(
+            f"{arm.name}: ended with exit code {done.returncode}; the log "
+            f"{log} ends:\n{log.read_text(errors='replace')[-2000:]}"
+        )
+    return found
 
 
 def main() -> int:
@@ -314,22 +338,28 @@ def main() -> int:
     add("--patched-path", default="", help="its PYTHONPATH")
     add("--model", type=Path, required=True, help="checkpoint folder")
     add("--output", type=Path, required=True, help="results file")
-    add("--repeats", type=int, default=4, help="runs together, a server")
-    add("--serve-flag", action="append", default=[], help="for both servers")
+    add("--controls", action="store_true", help="also leave buffers stale")
+    add("--serve-flag", action="append", default=[], help="for both runs")
     args = parser.parse_args()
+    flags = (*Protocol.flags, *args.serve_flag)
     off, on = ours(args.patched, args.patched_path)
-    result: dict[str, Any] = {"machine": machine()}
+    plan = make_plan(_WORDS, _TOKENS, ROWS)
+    file = args.output.with_name(f"{args.output.stem}-plan.json")
+    file.write_text(json.dumps(plan) + "\n")
+
+    def run(name: str, arm: Arm, *more: str) -> dict[str, Any]:
+        output = args.output.with_name(f"{args.output.stem}-{name}.json")
+        return drive(arm, args.model, file, output, (*flags, *more))
+
     try:
-        result["max"] = on.versions()
-        for name, arm in (("on", on), ("off", off)):
-            with serve(
-                arm,
-                args.model,
-                args.output.with_name(f"{args.output.stem}-{name}.log"),
-                flags=(*Protocol.flags, *args.serve_flag),
-                env=_EVERY_BATCH,
-            ) as server:
-                result[name] = asyncio.run(collect(server, args.repeats))
+        check_changes(plan["phases"]["together"], ROWS)
+        result: dict[str, Any] = {
+            "machine": machine(),
+            "flags": flags,
+            "plan": plan,
+            "off": run("off", off),
+            "on": run("on", on, *(("--stale", "0") if args.controls else ())),
+        }
         args.output.write_text(json.dumps(result) + "\n")
         passed, text = judge(result)
     except MeasureError as error:

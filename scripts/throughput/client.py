@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,16 +24,12 @@ class Completion:
         start: When the request was sent.
         end: When its last byte came.
         stamps: When each piece of content came.
-        tokens: Generated token ids, if asked for.
-        prompt_ids: Token ids of the prompt, if asked for.
         usage: The server's own count of tokens.
     """
 
     start: float
     end: float = 0.0
     stamps: list[float] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    prompt_ids: list[int] = field(default_factory=list)
     usage: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -81,12 +76,7 @@ def prompt(words: int, seed: int) -> str:
 
 
 async def complete(
-    client: httpx.AsyncClient,
-    content: str,
-    max_tokens: int,
-    *,
-    extra: dict[str, Any] | None = None,
-    on_token: Callable[[int], None] | None = None,
+    client: httpx.AsyncClient, content: str, max_tokens: int
 ) -> Completion:
     """Streams one greedy chat completion to its end.
 
@@ -94,8 +84,6 @@ async def complete(
         client: An HTTP client whose base URL is the server's.
         content: The user's message.
         max_tokens: Tokens to generate; the end of sequence is ignored.
-        extra: More fields of the request.
-        on_token: Called with the number of tokens so far, after each piece.
 
     Returns:
         The completion with its times.
@@ -111,7 +99,6 @@ async def complete(
         "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},
-        **(extra or {}),
     }
     done = Completion(time.perf_counter())
     url = "/v1/chat/completions"
@@ -127,18 +114,9 @@ async def complete(
                 raise MeasureError(f"{url}: {chunk['error']}")
             done.usage = chunk.get("usage") or done.usage
             for choice in chunk["choices"]:
-                _add(done, choice)
-                if on_token:
-                    on_token(len(done.tokens))
+                if choice["delta"].get("content"):
+                    done.stamps.append(time.perf_counter())
     done.end = time.perf_counter()
     if not done.stamps:
         raise MeasureError(f"{url}: the stream ended without any content")
     return done
-
-
-def _add(done: Completion, choice: dict[str, Any]) -> None:
-    """Adds one streamed piece to a completion."""
-    if choice["delta"].get("content"):
-        done.stamps.append(time.perf_counter())
-    done.tokens += choice.get("token_ids") or []
-    done.prompt_ids += choice.get("prompt_token_ids") or []

@@ -23,7 +23,6 @@ _SAID = {
     "pipeline": re.compile(r"pipeline\s*:\s*\w+"),
     "warmup": re.compile(r"Device graph capture warmup completed in .*"),
 }
-_BATCH_LINE = re.compile(r"(?:Executed|Enqueued) (CE|TG) batch with (\d+) reqs")
 _VERSION = (
     "import json, sys\n"
     "from importlib.metadata import version\n"
@@ -127,14 +126,6 @@ def check_capture(arm: Arm, log: str) -> dict[str, str]:
             f"  {said['config']}\n  {said.get('warmup', 'no capture warm-up')}"
         )
     return said
-
-
-def batches(log: str) -> list[tuple[str, int]]:
-    """Returns each batch that a server's log reports: CE or TG, and rows.
-
-    CE is a prefill and TG a decode step, in MAX's terms.
-    """
-    return [(kind, int(rows)) for kind, rows in _BATCH_LINE.findall(log)]
 
 
 def free_port() -> int:

@@ -131,6 +131,21 @@ def test_capture_and_overlap_are_declared(run: Callable[..., str]) -> None:
     assert run("-c", code).split() == ["True", "True"]
 
 
+def test_signal_buffer_of_a_cpu_is_zero(run: Callable[..., str]) -> None:
+    """A CPU gets a zeroed signal buffer, under the system's allocator too.
+
+    Only `max` itself moves to jemalloc, which hides the untouched release's
+    crash.
+    """
+    code = (
+        "from max.driver import CPU;"
+        "from max.nn.comm.allreduce import Signals;"
+        "(buffer,) = Signals.allocate([CPU()]);"
+        "print(buffer.to_numpy().any())"
+    )
+    assert run("-c", code).split() == ["False"]
+
+
 @pytest.mark.parametrize("devices", ["gpu:0", "gpu:0,1"])
 def test_gpu_graph_is_unchanged(
     graph: Callable[..., Graph], release: str, devices: str

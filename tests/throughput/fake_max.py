@@ -25,7 +25,6 @@ SETTINGS: dict[str, Any] = {
     "neighbour_s": 0.0,
     "short_by": 0,
     "status": 200,
-    "stale_rows": None,
     "exit_code": None,
 } | json.loads(Path(__file__).parents[2].joinpath("settings.json").read_text())
 CAPTURE = (
@@ -50,8 +49,6 @@ class Request:
         """Gives one token, which depends on the batch as rounding does."""
         c = self.context
         token = (sum(c) * 7919 + len(c) * 104729 + rows * 31 + row) % 4001
-        if CAPTURE and rows == SETTINGS["stale_rows"]:
-            token += 1
         c.append(token)
         self.tokens.put(token)
         self.given += 1

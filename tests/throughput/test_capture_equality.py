@@ -3,163 +3,238 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from throughput import capture_equality
 from throughput.capture_equality import (
-    REQUESTS,
-    agree,
+    ROWS,
+    changing,
     check_changes,
     check_discriminating,
-    histories,
-    judge,
+    decodes,
+    differences,
     main,
 )
 from throughput.server import MeasureError
 
+DRIVER = """\
+#!{python}
+# Stands in for an interpreter that runs `throughput.fixed_batches`. A token
+# depends on the request, its count and the rows, as rounding does.
+import json, sys
+from pathlib import Path
+
+settings = json.loads(Path({settings!r}).read_text())
+argument = lambda name: Path(sys.argv[sys.argv.index(name) + 1])
+if "-c" in sys.argv:
+    print(json.dumps({{"max": "1.0", "python": "3"}}))
+    sys.exit()
+assert sys.argv[1:3] == ["-m", "throughput.fixed_batches"]
+capture = "--no-device-graph-capture" not in sys.argv
+plan = json.loads(argument("--plan").read_text())
+
+
+def phase(steps, stale=None):
+    given, replays = {{}}, 0
+    for step in steps:
+        replays += all(i in given for i in step)
+        for row, i in enumerate(step):
+            mine = given.setdefault(i, [])
+            token = i * 10007 + len(mine) * 31 + len(step) * 3 + row
+            wrong = stale == 0 or len(step) == settings["wrong_rows"]
+            mine.append(token + 5000 * (capture and wrong))
+    tokens = [given[i] for i in range(len(plan["requests"]))]
+    replays -= settings["skipped"]
+    return {{"tokens": tokens, "replays": replays if capture else 0}}
+
+
+result = {{
+    "pipeline": "Fake",
+    "capture": capture and settings["captures"],
+    "versions": {{"max": "1.0"}},
+    "prompts": [[1]],
+    "phases": {{name: phase(s) for name, s in plan["phases"].items()}},
+    "buffers": ["int64[1]", "uint32[2]", "uint32[1]"],
+    "controls": [],
+}}
+if settings["exit_code"]:
+    print("cannot allocate")
+    sys.exit(settings["exit_code"])
+if "--stale" in sys.argv:
+    changed = settings["changed"]
+    for stale in (None, 0, 1):
+        control = phase(plan["phases"]["together"], stale)
+        control |= {{"buffer": stale, "changed": changed[stale or 0]}}
+        if stale is None:
+            control["changed"] = 0
+        result["controls"].append(control)
+    if settings["dies"]:
+        result["controls"].append({{"buffer": 2}})
+argument("--output").write_text(json.dumps(result))
+sys.exit(bool(result["controls"] and settings["dies"]))
+"""
+
 
 def compare(
-    fake_site: Callable[..., str],
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
-    **settings: object,
-) -> tuple[int, dict[str, Any]]:
-    """Runs the command on a fake MAX; returns exit code and results."""
-    half = [(content, tokens // 2) for content, tokens in REQUESTS]
-    monkeypatch.setattr(capture_equality, "REQUESTS", half)
-    monkeypatch.setattr(capture_equality, "ENOUGH", 20)
-    path = fake_site(
-        supports_capture=True, token_s=0.001, neighbour_s=0.001, **settings
+    *flags: str,
+    **changes: object,
+) -> int:
+    """Runs the command with a stand-in for MAX's interpreter."""
+    settings = {
+        "captures": True,
+        "wrong_rows": None,
+        "skipped": 0,
+        "exit_code": 0,
+        "changed": [9, 0],
+        "dies": False,
+    } | changes
+    (folder / "settings.json").write_text(json.dumps(settings))
+    python = folder / "python"
+    python.write_text(
+        DRIVER.format(
+            python=sys.executable, settings=str(folder / "settings.json")
+        )
     )
-    output = folder / "equality.json"
+    python.chmod(0o755)
     monkeypatch.setattr(
         sys,
         "argv",
         [
-            *("capture_equality", "--patched", sys.executable),
-            *("--patched-path", path, "--model", str(folder)),
-            *("--output", str(output), "--repeats", "1"),
+            *("capture_equality", "--patched", str(python)),
+            *("--model", str(folder), "--output", str(folder / "equal.json")),
+            *flags,
         ],
     )
-    return main(), json.loads(output.read_text())
+    return main()
 
 
-def test_equal_servers_pass_and_one_wrong_token_fails(
-    fake_site: Callable[..., str],
+def test_equal_tokens_pass(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Other batches may give other tokens; equal batches may not.
-
-    The fake's tokens depend on batch and row, as rounding does.
-    """
-    code, result = compare(fake_site, tmp_path, monkeypatch)
+    """Equal runs pass, and the result says how much was compared."""
+    assert compare(tmp_path, monkeypatch) == 0
     text = capsys.readouterr().out
-    assert code == 0, text
-    assert text.startswith("PASS: 16 requests")
-    assert "- alone: 1007 tokens" in text
-    sizes = {n for kind, n in result["on"]["events"][0] if kind == "TG"}
-    assert sizes == set(range(1, 9))
-
-    (on,), (events,) = result["on"]["together"], result["on"]["events"]
-    lengths = [len(answer) for answer in on]
-    request, token = next(
-        (i, at)
-        for i, history in enumerate(histories(events, lengths))
-        for at, (rows, _) in enumerate(history)
-        if rows == 8
-    )
-    result["off"] = json.loads(json.dumps(result["on"]))
-    result["on"]["together"][0][request][token] += 1
-    passed, text = judge(result)
-    assert not passed
-    assert f"1 contradictions ({request}, {token})" in text
+    assert text.startswith("PASS")
+    assert "- alone: 2014 tokens of 16 requests, 1998 replays of 1 to" in text
+    assert "replays of 1 to 8 rows, 0 requests differ" in text
+    result = json.loads((tmp_path / "equal.json").read_text())
+    assert set(result) == {"machine", "flags", "plan", "off", "on"}
 
 
-def test_stale_server_fails(
-    fake_site: Callable[..., str],
+def test_one_wrong_batch_fails(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A buffer that is stale only in batches of two passes alone."""
-    code, _ = compare(fake_site, tmp_path, monkeypatch, stale_rows=2)
-    assert code == 1
+    """A buffer that is stale only in batches of five is found, and told."""
+    assert compare(tmp_path, monkeypatch, wrong_rows=5) == 1
     text = capsys.readouterr().out
     assert text.startswith("FAIL")
-    alone, together, *_ = text.splitlines()[1:]
-    assert "0 contradictions" in alone
-    assert "0 contradictions" not in together
+    alone, together, first, *_ = text.splitlines()[1:]
+    assert alone.endswith("0 requests differ")
+    assert not together.endswith(" 0 requests differ")
+    rows = json.loads(first.split("of rows ")[1].split(":")[0])
+    assert len(rows) == 5
+    assert "with capture" in first
 
 
-def test_rows_of_each_step_are_told_from_the_log() -> None:
-    """Rows keep their order; an ended request fills one more step.
-
-    Requests 0 and 1 of 3 and 2 tokens; 1 ends first, then 2 arrives.
-    """
-    events = [("CE", 1), ("CE", 1), ("TG", 2), ("TG", 2), ("CE", 1), ("TG", 1)]
-    assert histories(events, [3, 2, 2]) == [
-        [(1, 0), (2, 0), (2, 0)],
-        [(1, 0), (2, 1)],
-        [(1, 0), (1, 0)],
-    ]
-
-
-def test_prefill_of_several_requests_gives_each_a_row() -> None:
-    """A prefill batch counts like a decode batch; a step before it does not."""
-    assert histories([("TG", 1), ("CE", 2), ("TG", 2)], [2, 2]) == [
-        [(2, 0), (2, 0)],
-        [(2, 1), (2, 1)],
-    ]
-
-
-def test_batch_that_cannot_be_told_is_an_error() -> None:
-    """A size that does not fit is never guessed around."""
-    with pytest.raises(MeasureError, match=r"step 1: .* batch of 2 .* 1;"):
-        histories([("CE", 1), ("TG", 2)], [3])
+@pytest.mark.parametrize(
+    ("changes", "code", "says"),
+    [
+        ({}, 0, "int64[1] (0): other values in 9 of"),
+        ({"changed": [9, 3]}, 1, "(1): other values in 3 of"),
+        ({"changed": [0, 0]}, 1, "(0): other values in 0 of"),
+        ({"dies": True}, 1, "uint32[1] (2): ended the process"),
+    ],
+)
+def test_controls_must_be_noticed(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, object],
+    code: int,
+    says: str,
+) -> None:
+    """Tokens differ for a buffer whose values changed, and for no other."""
+    assert compare(tmp_path, monkeypatch, "--controls", **changes) == code
+    text = capsys.readouterr().out
+    assert text.startswith("FAIL" if code else "PASS")
+    assert "stale nothing (None): other values in 0 of" in text
+    assert says in text
 
 
-def test_only_tokens_of_equal_batches_are_compared() -> None:
-    """A difference counts before the batches part, and not after."""
-    batches = [[(1, 0), (2, 0), (2, 0)]]
-    other = [[(1, 0), (2, 0), (3, 0)]]
-    late = agree([[1, 2, 3]], [[1, 2, 9]], batches, other)
-    assert (late.compared, late.shared, late.parted) == (2, 1, 1)
-    assert late.contradictions == ()
-    early = agree([[1, 2, 3]], [[1, 9, 9]], batches, other)
-    assert early.contradictions == ((0, 1),)
-    row = agree([[1, 2]], [[1, 9]], [[(2, 0), (2, 0)]], [[(2, 0), (2, 1)]])
-    assert row.contradictions == ()
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"captures": False}, "capture on: the pipeline says False"),
+        ({"skipped": 1}, "expected {'alone': 1998, 'together'"),
+        ({"exit_code": 3}, "ended with exit code 3"),
+    ],
+)
+def test_run_without_capture_is_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, object],
+    says: str,
+) -> None:
+    """Equality counts only if each decode step was a replay."""
+    assert compare(tmp_path, monkeypatch, **changes) == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert says in captured.err
+    assert not captured.out
 
 
-def test_too_few_compared_tokens_fail() -> None:
-    """Servers whose batches part at once prove nothing."""
-    run = {
-        "alone": [[1, 2, 3]],
-        "together": [[[1, 2, 3]]],
-        "events": [[("CE", 1), ("TG", 1), ("TG", 1)]],
-    }
-    passed, text = judge({"on": run, "off": run})
-    assert "0 contradictions" in text
-    assert not passed
-    assert "too little" in text
+@pytest.mark.parametrize("seed", range(20))
+def test_plan_gives_each_request_its_tokens(seed: int) -> None:
+    """Requests arrive alone and in order, and no step is too large."""
+    tokens = [2 + (7 * i + seed) % 23 for i in range(16)]
+    steps = changing(tokens, ROWS, seed)
+    assert [sum(i in s for s in steps) for i in range(16)] == tokens
+    assert all(len(set(step)) == len(step) <= ROWS for step in steps)
+    assert all(steps)
+    new = [step for step in steps if step not in decodes(steps)]
+    seen: list[int] = []
+    for step in steps:
+        if fresh := set(step).difference(seen):
+            assert len(step) == 1
+            seen += fresh
+    assert seen == sorted(seen)
+    assert len(new) <= 16
+
+
+def test_measured_plan_changes_enough() -> None:
+    """The plan that is measured has all sizes of batch, and often changes."""
+    steps = changing(capture_equality._TOKENS, ROWS)
+    check_changes(steps, ROWS)
+    assert {len(step) for step in decodes(steps)} == set(range(1, ROWS + 1))
 
 
 def test_batch_that_hardly_changes_is_refused() -> None:
-    """A full batch that never shrinks shows no stale buffer."""
-
-    def decode(*sizes: int) -> list[tuple[str, int]]:
-        return [("TG", size) for size in sizes]
-
-    check_changes(decode(*range(1, 9), *range(8, 0, -1)))
-    for sizes in ([], [8, 8, 8], [*range(1, 9)], [*range(1, 8), *range(7)]):
+    """A full batch that never shrinks or moves shows no stale buffer."""
+    first = [[i] for i in range(4)]
+    down = [[0, 1, 2, 3], [3, 2, 1], [1, 2], [2]]
+    check_changes([*first, *down, *down[::-1], *down], 4)
+    for steps in ([], [*first, *[[0, 1, 2, 3]] * 9], [*first, *down]):
         with pytest.raises(MeasureError, match="too little"):
-            check_changes(decode(*sizes))
+            check_changes(steps, 4)
+
+
+def test_difference_names_its_step() -> None:
+    """The second token of request 1 comes from the step after its prefill."""
+    steps = [[0], [1], [1, 0]]
+    (line,) = differences(steps, [[5, 6], [7, 8]], [[5, 6], [7, 9]])
+    assert line == (
+        "request 1, token 1, step 2 of rows [1, 0]: 8 with capture, 9 without"
+    )
+    assert differences(steps, [[5, 6], [7, 8]], [[5, 6], [7, 8]]) == []
 
 
 def test_output_that_repeats_itself_is_refused() -> None:

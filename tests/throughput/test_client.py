@@ -37,24 +37,6 @@ def test_times_are_the_servers(
     done.check(11, prompt_tokens=9)
 
 
-def test_token_ids_are_exact(
-    fake_arm: Callable[..., Arm], tmp_path: Path
-) -> None:
-    """Ids come from the server, and the callback counts them."""
-    counts: list[int] = []
-    done = request(
-        fake_arm(),
-        tmp_path,
-        "w3_",
-        max_tokens=3,
-        extra={"return_token_ids": True},
-        on_token=counts.append,
-    )
-    assert done.prompt_ids == [0, 0, 0, 0, 3]
-    assert len(done.tokens) == 3
-    assert counts[:3] == [1, 2, 3]
-
-
 @pytest.mark.parametrize(
     ("settings", "contents", "prompt_tokens", "reason"),
     [

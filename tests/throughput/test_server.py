@@ -10,7 +10,6 @@ import pytest
 from throughput.server import (
     Arm,
     MeasureError,
-    batches,
     check_capture,
     serve,
 )
@@ -53,16 +52,6 @@ def test_log_that_contradicts_is_refused(
     """Config line and warm-up must both agree with the arm."""
     with pytest.raises(MeasureError, match=reason):
         check_capture(arm(capture), log)
-
-
-def test_batches_are_read_in_either_form() -> None:
-    """Overlap names its batches otherwise, and repeats the one before."""
-    log = (
-        "INFO: Executed CE batch with 9 reqs | x\n"
-        "INFO: Executed TG batch with 3 reqs | x\n"
-        "INFO: Enqueued TG batch with 4 reqs | Completed TG batch with 3 reqs"
-    )
-    assert batches(log) == [("CE", 9), ("TG", 3), ("TG", 4)]
 
 
 def test_server_is_gone_after_the_block(
