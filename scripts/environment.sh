@@ -2,6 +2,9 @@
 # Sourced: makes the environment of pinned tools that the scripts run in.
 # usage: prepare FOLDER GROUP...   (dependency groups of pyproject.toml)
 
+# What they name would pass for installed, or break our own Python.
+unset PYTHONPATH PYTHONHOME CDPATH
+
 # The first Python on the path that is new enough, by its own word.
 find_python() {
   local name
@@ -27,7 +30,7 @@ prepare() {
   # Made aside and renamed, so that two runs at once don't undo each other.
   local made=$folder.$$
   rm -rf "$made"
-  trap 'rm -rf "$made"' RETURN
+  trap "rm -rf '$made'" EXIT
   if ! "$python" -m venv "$made"; then
     echo "error: $python cannot make an environment" >&2
     echo "hint: install its venv module (Debian: python3-venv)" >&2
@@ -44,6 +47,10 @@ prepare() {
     return 1
   fi
   echo "$stamp" >"$made/made-from"
-  rm -rf "$folder"
-  mv "$made" "$folder"
+  if [ "$(cat "$folder/made-from" 2>/dev/null)" != "$stamp" ]; then
+    rm -rf "$folder"
+    mv "$made" "$folder"
+  fi
+  rm -rf "$made"
+  trap - EXIT
 }

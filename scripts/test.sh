@@ -5,7 +5,7 @@
 #   --full  also the tests against torch and transformers (large downloads)
 #   --slow  only the tests that take many minutes (GPU targets, 26.5.0)
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+CDPATH="" cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/environment.sh
 case ${1-} in
 --full) shift; folder=tools-full groups=(build test full) marks="not slow" ;;

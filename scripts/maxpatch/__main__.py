@@ -7,8 +7,10 @@ Exit status: 0 done, 1 an expected failure, 2 wrong usage.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
+import shlex
 import sys
 import tempfile
 from pathlib import Path
@@ -22,7 +24,7 @@ from .build import (
     verify_built,
     write_json,
 )
-from .errors import MaxPatchError
+from .errors import MaxPatchError, OutputError
 from .release import fetch, host_platform, host_python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,6 +32,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def main(words: list[str] | None = None, root: Path = ROOT) -> int:
     """Runs one verb on a project and returns the exit status."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     arguments = _parser().parse_args(words)
     try:
         return int(arguments.run(arguments, Project(root)))
@@ -41,6 +46,10 @@ def main(words: list[str] | None = None, root: Path = ROOT) -> int:
     except BrokenPipeError:
         # The reader has left (`| head`); Python's own flush must not complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        # Permissions and full disks, wherever they are met.
+        print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -56,7 +65,9 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB")
     release = argparse.ArgumentParser(add_help=False)
     release.add_argument(
-        "--release", metavar="VERSION", help="MAX release (default: 26.7.0)"
+        "--release",
+        metavar="VERSION",
+        help="MAX release (default: that of build/releases.toml)",
     )
     release.add_argument(
         "--python",
@@ -79,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
         "--source",
         type=Path,
         metavar="DIR",
-        help="MAX source checkout of that release; it is only read",
+        help="check that a MAX source checkout is that release's; only read",
     )
 
     verb = verbs.add_parser(
@@ -149,12 +160,18 @@ def _announce(line: str) -> None:
 
 def _build(arguments: argparse.Namespace, project: Project) -> int:
     if arguments.report:
+        if arguments.report.is_dir():
+            raise OutputError(
+                f"cannot write {arguments.report}: it is a folder"
+            )
         check_writable(arguments.report.absolute().parent)
     report = build(project, _request(arguments, project), _announce)
     if arguments.report:
         write_json(arguments.report, report)
-    for row in [*report["patches"], *report["overlay"]]:
+    for row in report["patches"]:
         _announce(f"  {row['name']}: {row['state']} ({row['reason']})")
+    for row in report["overlay"]:
+        _announce(f"  overlay/{row['name']}: {row['state']} ({row['reason']})")
     verification = report["verification"]
     if verification["reason"]:
         _announce(f"not imported: {verification['reason']}")
@@ -166,7 +183,8 @@ def _build(arguments: argparse.Namespace, project: Project) -> int:
         _announce(slowest)
     (built,) = report["wheels"]
     _announce(f"{built['path']}  sha256 {built['sha256']}")
-    _announce(f"install: pip install '{_shown(Path(built['path']))}[serve]'")
+    wheel = shlex.quote(f"{_shown(Path(built['path']))}[serve]")
+    _announce(f"install: pip install {wheel}")
     return 0
 
 

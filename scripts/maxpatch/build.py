@@ -189,7 +189,7 @@ def build(
         inputs = Inputs.resolve(project, request)
     built = request.output / inputs.filename
     recorded = project.work / "reports" / f"{inputs.filename}.json"
-    for folder in (request.output, project.work):
+    for folder in (request.output, project.work, recorded.parent):
         check_writable(folder)
     with _locked(project.work / "locks" / f"{inputs.pin.filename}.lock"):
         with steps.step("reuse", f"look for {inputs.filename}"):
@@ -220,6 +220,8 @@ def build(
                 )
             with steps.step("move", f"into {request.output}"):
                 _move(packed, built)
+        if request.keep:
+            announce(f"kept    {scratch}")
         report = _report(inputs, built, verification, steps)
         write_json(recorded, report)
     return report
@@ -274,7 +276,7 @@ def lay_out(
     with wheel.Wheel(base) as opened:
         try:
             return _apply(request, inputs, opened, folder, whole=whole), inputs
-        except MaxPatchError:
+        except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
 
@@ -287,8 +289,9 @@ def _apply(
     *,
     whole: bool,
 ) -> Checkout:
+    paths = {t.path for p in inputs.patches for t in p.targets}
     if request.source is not None:
-        check_source(request.source, base)
+        check_source(request.source, base, paths)
         for patch in inputs.patches:
             if patch.mojo_packages:
                 raise MaxPatchError(
@@ -297,7 +300,6 @@ def _apply(
                     "builder cannot rebuild Mojo packages",
                     hint="build without --source to leave the patch out",
                 )
-    paths = {t.path for p in inputs.patches for t in p.targets}
     checkout = Checkout(folder, f"max {inputs.release.version}")
     checkout.lay_out(base, None if whole else paths)
     for patch in inputs.patches:
@@ -427,7 +429,10 @@ def _read_report(recorded: Path, built: Path) -> dict[str, Any] | None:
     """Returns the report of an earlier build whose wheel is still as it was."""
     if not (recorded.is_file() and built.is_file()):
         return None
-    report: dict[str, Any] = json.loads(recorded.read_text())
+    try:
+        report: dict[str, Any] = json.loads(recorded.read_text())
+    except ValueError:  # damaged: build anew
+        return None
     (described,) = report["wheels"]
     if sha256_of(built) != described["sha256"]:
         return None
@@ -468,7 +473,8 @@ def _locked(path: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def _scratch(folder: Path, *, keep: bool) -> Iterator[None]:
     """Makes a fresh scratch folder; a killed build's one is replaced."""
-    shutil.rmtree(folder, ignore_errors=True)
+    if folder.exists():
+        shutil.rmtree(folder)
     folder.mkdir(parents=True)
     try:
         yield

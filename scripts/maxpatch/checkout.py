@@ -64,7 +64,7 @@ class Checkout:
 
         Args:
             wheel: The release's wheel.
-            paths: The source paths to write; all text of the wheel if None.
+            paths: The source paths to write; all below ``max/`` if None.
         """
         for info in wheel.infos:
             path = source_path(info.filename)
@@ -93,15 +93,22 @@ class Checkout:
                 f"files are those it was made for:\n{_indented(error)}",
                 hint="make the patch anew; its hunks were edited by hand",
             ) from error
-        for target in patch.targets:
-            found = self._blob(target.path)
-            if found != target.after:
-                self._repository.git("reset", "--hard", "--quiet", "HEAD~1")
-                raise ConflictError(
-                    f"{patch.name}: {target.path} came out wrong: expected "
-                    f"blob {target.after}, found {found}",
-                    hint="make the patch anew; its hunks were edited by hand",
-                )
+        # What was committed, so that nothing outside the targets goes unseen.
+        changed = self._repository.changed_by_head()
+        expected = {target.path: target.after for target in patch.targets}
+        found = {path: self._blob(path) for path in changed | expected.keys()}
+        if found != expected:
+            self._repository.git("reset", "--hard", "--quiet", "HEAD~1")
+            raise ConflictError(
+                f"{patch.name} came out wrong:\n  "
+                + "\n  ".join(
+                    f"{path}: expected {_named(expected.get(path))}, "
+                    f"found {_named(blob)}"
+                    for path, blob in sorted(found.items())
+                    if blob != expected.get(path)
+                ),
+                hint="make the patch anew; its hunks were edited by hand",
+            )
 
     def content(self, path: str) -> bytes | None:
         """Returns a file's content, or None if it isn't there."""
@@ -149,14 +156,30 @@ class Checkout:
         return " and would apply, but perhaps in the wrong place"
 
 
+def _named(blob: str | None) -> str:
+    return f"blob {blob}" if blob else "no change"
+
+
 def _indented(error: ProcessError) -> str:
-    return textwrap.indent(error.output.strip(), "  ")
+    """Returns git's own errors; its advice is for a tree that is gone."""
+    lines = error.output.strip().splitlines()
+    errors = [x for x in lines if x.startswith(("error:", "fatal:"))]
+    return textwrap.indent("\n".join(errors or lines), "  ")
 
 
-def check_source(source: Path, wheel: Wheel) -> None:
+def check_source(
+    source: Path, wheel: Wheel, patched: Collection[str] = ()
+) -> None:
     """Checks that a source checkout is that of a release, by its Python files.
 
-    The checkout is only read, as a folder: git never runs in it.
+    The checkout is only read, as a folder: git never runs in it. A file of the
+    wheel that isn't in it may be one that MAX's build generates.
+
+    Args:
+        source: The checkout.
+        wheel: The release's wheel.
+        patched: The source paths that patches change; what the wheel has of
+            them, the checkout must have.
 
     Raises:
         SourceError: It is no MAX checkout, or its files differ from the
@@ -171,10 +194,16 @@ def check_source(source: Path, wheel: Wheel) -> None:
     shared = differing = 0
     first = ""
     for info in wheel.infos:
-        file = source / source_path(info.filename)
-        if info.filename.endswith(".py") and file.is_file():
+        path = source_path(info.filename)
+        is_there = (source / path).is_file()
+        if path in patched and not is_there:
+            raise SourceError(
+                f"{source} is not the source of {wheel.path.name}: expected "
+                f"{path}, which a patch changes, found no such file"
+            )
+        if info.filename.endswith(".py") and is_there:
             shared += 1
-            if file.read_bytes() != wheel.read(info.filename):
+            if (source / path).read_bytes() != wheel.read(info.filename):
                 differing += 1
                 first = first or info.filename
     if differing or not shared:

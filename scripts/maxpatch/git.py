@@ -9,6 +9,7 @@ fixed identity and in UTC.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from pathlib import Path
@@ -46,7 +47,7 @@ def environment(ceiling: Path) -> dict[str, str]:
     """Returns the environment of a hermetic git call.
 
     Args:
-        ceiling: git looks for a repository no higher than below this folder.
+        ceiling: git doesn't look for a repository in it or above.
     """
     kept = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
     return kept | {
@@ -101,7 +102,6 @@ class Repository:
         run(
             ["git", "init", "--quiet", "--template=", path.resolve()],
             env=environment(path.resolve().parent),
-            hint="install git 2.32 or newer",
         )
         return cls(path)
 
@@ -141,5 +141,13 @@ class Repository:
                 stdin=patch,
             )
         except ProcessError:
-            self.git("am", "--abort")
+            with contextlib.suppress(ProcessError):  # the first one tells why
+                self.git("am", "--abort")
             raise
+
+    def changed_by_head(self) -> set[str]:
+        """Returns the paths that the last commit changed."""
+        listed = self.git(
+            "diff-tree", "-r", "-z", "--no-commit-id", "--name-only", "HEAD"
+        )
+        return set(filter(None, listed.split("\0")))

@@ -38,9 +38,10 @@ def run(
         done = subprocess.run(
             words, cwd=cwd, env=env, input=stdin, capture_output=True
         )
-    except FileNotFoundError as error:
+    except OSError as error:
         raise MaxPatchError(
-            f"cannot run `{words[0]}`: {error.strerror}", hint=hint
+            f"cannot run `{words[0]}`: {error.strerror}",
+            hint=hint or f"install {Path(words[0]).name}",
         ) from error
     stdout = done.stdout.decode(errors="replace")
     if done.returncode:

@@ -211,7 +211,7 @@ def _download(pin: WheelPin, cache: Path) -> None:
         try:
             run(
                 [
-                    *(sys.executable, "-m", "pip", "download", "--quiet"),
+                    *(sys.executable, "-P", "-m", "pip", "download", "-q"),
                     *("--no-deps", "--only-binary", ":all:", "--retries", "1"),
                     *("--require-hashes", "--requirement", requirement),
                     *("--python-version", pin.python, "--implementation"),

@@ -399,6 +399,6 @@ def _decide(patch: Patch, release: Version, source: bool) -> tuple[State, str]:
     if patch.mojo_packages and not source:
         return (
             State.SOURCE_ONLY,
-            "changes Mojo code, which no wheel carries; build with --source",
+            "changes Mojo code, which a wheel carries only compiled",
         )
     return State.APPLIED, patch.subject

@@ -22,6 +22,9 @@ from .series import Patch
 PYTHON_VARIABLE = "MAXPATCH_TEST_PYTHON"
 """Names, for a proof, the Python that has the patched wheel installed."""
 
+_ADDOPTS = "PYTEST_ADDOPTS"
+"""The user's own options could leave a proof out."""
+
 _IMPORT = """
 import importlib, importlib.metadata, json, sys
 wanted = json.load(sys.stdin)
@@ -84,21 +87,27 @@ def install(
     """
     uv = find_uv_bin()
     limits = ["--offline"] if offline else []
+    venv: list[str | Path] = [uv, "venv", "--quiet", "--clear"]
+    venv += ["--python", interpreter, folder]
+    python = folder / "bin" / "python"
+    requirement = f"max[serve] @ {wheel.as_uri()}"
     try:
-        run([uv, "venv", "--quiet", "--clear", "--python", interpreter, folder])
-        python = folder / "bin" / "python"
+        # A uv.toml of the folder we were called from is not ours to heed.
+        run(venv, cwd=folder.parent)
         run(
             [
                 *(uv, "pip", "install", "--quiet", *limits),
-                *("--python", python, f"max[serve] @ {wheel.as_uri()}"),
-            ]
+                *("--python", python, requirement),
+            ],
+            cwd=folder.parent,
         )
     except ProcessError as error:
         raise VerifyError(
             f"{wheel.name} does not install:\n{error.output.strip()}",
             hint="with --offline, what it depends on must be in uv's cache"
             if offline
-            else "check the network",
+            else "check the network and uv's index settings "
+            "(UV_DEFAULT_INDEX); pip's do not hold for uv",
         ) from error
     return python
 
@@ -158,7 +167,10 @@ def run_proofs(patches: Sequence[Patch], python: Path, root: Path) -> list[str]:
                 *("-p", "no:cacheprovider", *proofs),
             ],
             cwd=root,
-            env={**os.environ, PYTHON_VARIABLE: os.fspath(python)},
+            env={
+                **{k: v for k, v in os.environ.items() if k != _ADDOPTS},
+                PYTHON_VARIABLE: os.fspath(python),
+            },
         )
     except ProcessError as error:
         raise VerifyError(

@@ -297,7 +297,8 @@ def patch_for_the_twin_of_its_place(toy: Toy, _: pytest.MonkeyPatch) -> None:
 
 
 @fault(
-    "decode-divides: max/python/max/layers.py came out wrong",
+    "decode-divides came out wrong",
+    "max/python/max/layers.py: expected blob",
     "expected blob",
     "found",
     "hint: ",
@@ -308,6 +309,19 @@ def patch_with_a_hunk_moved_by_hand(toy: Toy, _: pytest.MonkeyPatch) -> None:
     toy.patch("decode-divides").write_bytes(
         data.replace(b"@@ -11,3 +11,3 @@", b"@@ -5,3 +5,3 @@")
     )
+
+
+@fault(
+    "decode-divides came out wrong",
+    "max/python/max/stray.py: expected no change, found blob",
+    "hint: ",
+)
+def patch_with_a_part_that_names_no_diff(
+    toy: Toy, _: pytest.MonkeyPatch
+) -> None:
+    data = toy.patch("decode-divides").read_bytes()
+    stray = b"--- /dev/null\n+++ b/max/python/max/stray.py\n@@ -0,0 +1 @@\n+X\n"
+    toy.patch("decode-divides").write_bytes(data + stray)
 
 
 @fault("although its files are those it was made for", "hint: ")
@@ -432,7 +446,17 @@ def source_that_is_no_checkout(toy: Toy, _: pytest.MonkeyPatch) -> None:
 
 @fault(
     "is not the source of max-1.0",
-    "1 of 4 different, max/layers.py",
+    "expected max/python/max/layers.py, which a patch changes",
+    options=("--source",),
+)
+def source_without_a_patched_file(toy: Toy, _: pytest.MonkeyPatch) -> None:
+    write_source(toy)
+    (source_folder(toy) / "max/python/max/layers.py").unlink()
+
+
+@fault(
+    "is not the source of max-1.0",
+    "1 of 5 different, max/layers.py",
     "hint: check out",
     options=("--source",),
 )
@@ -462,7 +486,7 @@ def write_source(toy: Toy) -> None:
     files = {
         f"{made.PYTHON_ROOT}{member.name}": member.data
         for member in made.max_members("1.0", made.FOREIGN)
-        if member.name.startswith("max/") and member.name != "max/endings.py"
+        if member.name.startswith("max/")
     }
     made.write_tree(source_folder(toy), files)
 

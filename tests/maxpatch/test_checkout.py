@@ -200,7 +200,7 @@ def test_source_of_another_state_is_refused_and_never_touched(
         pytest.raises(SourceError, match=r"max/layers.py the first") as caught,
     ):
         check_source(folder, wheel)
-    assert "expected its Python files, found 1 of 4" in str(caught.value)
+    assert "expected its Python files, found 1 of 5" in str(caught.value)
     assert made.snapshot(folder.parent) == before
 
 
