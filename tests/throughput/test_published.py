@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The published tables are what the report makes of the published samples."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from throughput.report import render
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+def test_tables_are_those_of_the_samples() -> None:
+    """Each row that the report prints stands in the page, to the letter."""
+    samples = DOCS / "results" / "gemma3-1b-capture-h200.json"
+    report = render(json.loads(samples.read_text()))
+    rows = [line for line in report.splitlines() if line.startswith("| ")]
+    assert len(rows) > 6
+    page = (DOCS / "throughput.md").read_text()
+    assert [row for row in rows if row not in page] == []
