@@ -342,12 +342,16 @@ def _differences(
         if digest is not None:
             wanted[member] = _record_hash(bytes.fromhex(digest))
     described = {f"{wheel.dist_info}/{n}" for n in ("METADATA", "RECORD")}
+    metadata = base.read(f"{base.dist_info}/METADATA")
+    expected = _with_version(metadata, str(base.version), str(wheel.version))
     faults = [f"{m} is missing" for m in sorted(wanted.keys() - ours.keys())]
     faults += [
         f"{member} is neither the base's nor one that was added"
         for member in sorted(ours.keys() - wanted.keys())
         if not member.startswith(f"{wheel.dist_info}/")
     ]
+    if wheel.read(f"{wheel.dist_info}/METADATA") != expected:
+        faults.append("METADATA differs from the base's by more than Version")
     for member in sorted(wanted.keys() & ours.keys()):
         found = record.get(member, [""])[0]
         if member not in described and found != wanted[member]:

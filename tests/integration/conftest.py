@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import os
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -53,6 +53,30 @@ def patched_env(environment: Callable[[str], Path]) -> Path:
     named = os.environ.get(PYTHON_VARIABLE)
     default = Project(ROOT).releases().default
     return Path(named) if named else environment(default)
+
+
+@pytest.fixture(scope="session")
+def settings(compile_cache: Path) -> Mapping[str, str]:
+    """The environment variables under which MAX runs."""
+    return {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "MAX_SERVE_DISABLE_TELEMETRY": "1",
+        "MODULAR_MAX_CACHE_DIR": str(compile_cache),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'scripts'}",
+    }
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The toy Gemma 3's checkpoint in float32."""
+    # Here, so that a proof runs where the toy's libraries aren't installed.
+    from tests.toys import gemma3
+
+    folder = tmp_path_factory.mktemp("gemma3")
+    gemma3.write_checkpoint(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

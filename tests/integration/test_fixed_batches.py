@@ -8,8 +8,8 @@ the same graph.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,6 @@ from throughput.capture_equality import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-CPU = (
-    *("--devices", "cpu", "--quantization-encoding", "float32"),
-    *("--max-length", "1024", "--max-batch-size", "4"),
-    *("--device-memory-utilization", "0.1", "--no-enable-prefix-caching"),
-)
 ROWS = 4
 WORDS = (1, 3, 16, 33, 110, 255)
 TOKENS = (7, 9, 12, 8, 14, 10)
@@ -37,23 +32,21 @@ TOLERANCE = 2e-3
 
 
 def drive(
-    python: Path, cache: Path, model: Path, plan: Path, output: Path
+    python: Path,
+    settings: Mapping[str, str],
+    model: Path,
+    plan: Path,
+    output: Path,
 ) -> subprocess.CompletedProcess[str]:
     """Executes a plan."""
     return subprocess.run(
         [
             *(python, "-m", "throughput.fixed_batches"),
-            *("--plan", plan, "--output", output, "--model", model, *CPU),
+            *("--plan", plan, "--output", output, "--model", model),
+            *gemma3.CPU_FLAGS,
         ],
         cwd=ROOT,
-        env={
-            **os.environ,
-            "HF_HUB_OFFLINE": "1",
-            "MAX_SERVE_DISABLE_TELEMETRY": "1",
-            "MODULAR_MAX_CACHE_DIR": str(cache),
-            "PYTHONDONTWRITEBYTECODE": "1",
-            "PYTHONPATH": str(ROOT / "scripts"),
-        },
+        env=settings,
         capture_output=True,
         text=True,
         check=False,
@@ -61,17 +54,9 @@ def drive(
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The toy Gemma 3's checkpoint in float32."""
-    folder = tmp_path_factory.mktemp("gemma3")
-    gemma3.write_checkpoint(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def result(
     served_env: Path,
-    compile_cache: Path,
+    settings: Mapping[str, str],
     checkpoint: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Any]:
@@ -81,9 +66,7 @@ def result(
     check_changes(plan["phases"]["together"], ROWS)
     (folder / "plan.json").write_text(json.dumps(plan))
     output = folder / "output.json"
-    done = drive(
-        served_env, compile_cache, checkpoint, folder / "plan.json", output
-    )
+    done = drive(served_env, settings, checkpoint, folder / "plan.json", output)
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(output.read_text())
     return found
@@ -116,7 +99,10 @@ def test_result_says_that_nothing_was_replayed(result: dict[str, Any]) -> None:
 
 
 def test_plan_with_a_step_too_many_is_an_error(
-    served_env: Path, compile_cache: Path, checkpoint: Path, tmp_path: Path
+    served_env: Path,
+    settings: Mapping[str, str],
+    checkpoint: Path,
+    tmp_path: Path,
 ) -> None:
     """A request that ended cannot be run on unnoticed."""
     plan = make_plan((1, 2), (2, 2), 1)
@@ -124,7 +110,7 @@ def test_plan_with_a_step_too_many_is_an_error(
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     output = tmp_path / "output.json"
     done = drive(
-        served_env, compile_cache, checkpoint, tmp_path / "plan.json", output
+        served_env, settings, checkpoint, tmp_path / "plan.json", output
     )
     assert done.returncode == 1
     assert "[2, 3] tokens, expected [2, 2]" in done.stderr

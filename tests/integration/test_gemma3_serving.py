@@ -24,12 +24,6 @@ from tests.toys import gemma3, reference
 
 ROOT = Path(__file__).resolve().parents[2]
 
-CPU = (
-    *("--devices", "cpu", "--quantization-encoding", "float32"),
-    *("--max-length", "1024", "--max-batch-size", "4"),
-    *("--device-memory-utilization", "0.1"),
-)
-
 QUESTION = "Why is the sky blue?"
 
 LONGER_THAN_THE_WINDOW = "".join(f"w{37 * i % 700}_" for i in range(160))
@@ -58,30 +52,9 @@ def decode(tokens: Sequence[int]) -> str:
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The toy Gemma 3's checkpoint in float32."""
-    folder = tmp_path_factory.mktemp("gemma3")
-    gemma3.write_checkpoint(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def numpy_model(checkpoint: Path) -> reference.Gemma3:
     """The toy Gemma 3 in numpy."""
     return reference.Gemma3(checkpoint)
-
-
-@pytest.fixture(scope="session")
-def settings(compile_cache: Path) -> Mapping[str, str]:
-    """The environment variables under which MAX runs."""
-    return {
-        **os.environ,
-        "HF_HUB_OFFLINE": "1",
-        "MAX_SERVE_DISABLE_TELEMETRY": "1",
-        "MODULAR_MAX_CACHE_DIR": str(compile_cache),
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "PYTHONPATH": str(ROOT),
-    }
 
 
 def run(settings: Mapping[str, str], *command: str | Path) -> str:
@@ -105,7 +78,7 @@ def generate(
     return run(
         settings,
         python.with_name("max"),
-        *("generate", "--model", checkpoint, *CPU),
+        *("generate", "--model", checkpoint, *gemma3.CPU_FLAGS),
         *("--prompt", QUESTION, "--max-new-tokens", "12", "--top-k", "1"),
     )
 
@@ -127,7 +100,7 @@ def steps(
         settings,
         served_env,
         *("-m", "tests.toys.probe", "steps", out),
-        *("generate", "--model", checkpoint, *CPU),
+        *("generate", "--model", checkpoint, *gemma3.CPU_FLAGS),
         *("--prompt", LONGER_THAN_THE_WINDOW),
         *("--max-new-tokens", "8", "--top-k", "1"),
     )
@@ -211,7 +184,13 @@ def server(
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = (
-        *(served_env.with_name("max"), "serve", "--model", checkpoint, *CPU),
+        *(
+            served_env.with_name("max"),
+            "serve",
+            "--model",
+            checkpoint,
+            *gemma3.CPU_FLAGS,
+        ),
         *("--served-model-name", "toy"),
         *("--host", "127.0.0.1", "--port", str(port)),
     )

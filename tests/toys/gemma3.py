@@ -39,6 +39,13 @@ SPECIAL_TOKENS = (
     "<end_of_turn>",
 )
 PAD, EOS, BOS, UNK, START_OF_TURN, END_OF_TURN = range(len(SPECIAL_TOKENS))
+CPU_FLAGS = (
+    *("--devices", "cpu", "--quantization-encoding", "float32"),
+    *("--max-length", "1024", "--max-batch-size", "4"),
+    *("--device-memory-utilization", "0.1", "--no-enable-prefix-caching"),
+)
+"""MAX's flags under which all tests give it the toy's one graph."""
+
 FIRST_WORD = len(SPECIAL_TOKENS) + 256
 """The lowest token id that stands for a word; bytes lie below."""
 
