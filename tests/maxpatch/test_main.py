@@ -271,3 +271,74 @@ def test_package_runs_as_a_module() -> None:
         text=True,
     )
     assert done.stdout.startswith("usage: maxpatch")
+
+
+def test_error_of_the_system_is_one_line(
+    toy: Toy,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A file that can't be read is an expected failure that names it."""
+    denied = PermissionError(13, "Permission denied", "overlay")
+
+    def deny(_: object) -> None:
+        raise denied
+
+    monkeypatch.setattr("maxpatch.build.Project.overlay", deny)
+    assert main(["status"], toy.root) == 1
+    said = capsys.readouterr().err
+    assert said == "error: [Errno 13] Permission denied: 'overlay'\n"
+
+
+def test_reader_that_leaves_is_no_traceback(toy: Toy) -> None:
+    """`status | head -1` ends quietly."""
+    code = (
+        "import sys; from pathlib import Path; from maxpatch.__main__ import "
+        "main; sys.exit(main(['status'], Path(sys.argv[1])))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, toy.root],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 1
+
+
+def test_report_that_is_a_folder_is_refused_first(
+    toy: Toy, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is found before any work, and nothing is built."""
+    words = ["build", *FOREIGN, "--report", str(toy.root)]
+    assert main(words, toy.root) == 1
+    assert "it is a folder" in capsys.readouterr().err
+    assert toy.built() == []
+
+
+def test_kept_scratch_folder_is_named(
+    toy: Toy, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--keep says where to look."""
+    assert main(["build", *FOREIGN, "--keep"], toy.root) == 0
+    (kept,) = (
+        line.split(maxsplit=1)[1]
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("kept")
+    )
+    assert (Path(kept) / "tree").is_dir()
+
+
+def test_damaged_report_means_a_new_build(
+    toy: Toy, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What an earlier build recorded is trusted only if it can be read."""
+    assert main(["build", *FOREIGN], toy.root) == 0
+    (recorded,) = (toy.root / "build/work/reports").iterdir()
+    recorded.write_text("{")
+    capsys.readouterr()
+    assert main(["build", *FOREIGN], toy.root) == 0
+    assert "nothing changed" not in capsys.readouterr().out
+    assert json.loads(recorded.read_text())["reused"] is False

@@ -222,3 +222,13 @@ def test_wheel_for_elsewhere_is_only_checked(tmp_path: Path, toy: Toy) -> None:
     assert (done.imported, done.proofs) == (False, ())
     assert made.FOREIGN in done.reason
     assert not (tmp_path / "e").exists()
+
+
+def test_options_of_the_user_leave_no_proof_out(
+    ready: tuple[Toy, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PYTEST_ADDOPTS doesn't reach the proofs."""
+    toy, python = ready
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-k nothing")
+    proof = "tests/test_decode.py::test_decode_divides"
+    assert run_proofs(patches(toy, proof), python, toy.root) == [proof]
