@@ -22,7 +22,6 @@ SETTINGS: dict[str, Any] = {
     "log_says": None,
     "first_s": 0.0,
     "token_s": 0.0,
-    "neighbour_s": 0.0,
     "short_by": 0,
     "status": 200,
     "exit_code": None,
@@ -72,8 +71,7 @@ def schedule() -> None:
             active.append(request)
             continue
         rows = len(active)
-        neighbours = SETTINGS["neighbour_s"] * (rows - 1)
-        time.sleep(SETTINGS["token_s"] + neighbours)
+        time.sleep(SETTINGS["token_s"])
         say(f"Enqueued TG batch with {rows} reqs | Pending: 0 reqs")
         running = [r for r in active if r.given < r.count]
         for row, request in enumerate(active):
@@ -119,14 +117,9 @@ class Handler(BaseHTTPRequestHandler):
         SEEN.add(text)
         request = Request(list(prompt), count)
         ARRIVED.put(request)
-        for i in range(count):
+        for _ in range(count):
             token = request.tokens.get()
-            choice: dict[str, Any] = {"delta": {"content": f"t{token}"}}
-            if body.get("return_token_ids"):
-                choice["token_ids"] = [token]
-                if i == 0:
-                    choice["prompt_token_ids"] = prompt
-            self.event({"choices": [choice]})
+            self.event({"choices": [{"delta": {"content": f"t{token}"}}]})
         usage = {
             "prompt_tokens": len(prompt),
             "completion_tokens": count,
