@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The published tables are what the report makes of the published samples."""
+"""The published figures are what the programs make of the published samples."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+from throughput.capture_equality import judge
 from throughput.report import render
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -19,3 +20,11 @@ def test_tables_are_those_of_the_samples() -> None:
     assert len(rows) > 6
     page = (DOCS / "throughput.md").read_text()
     assert [row for row in rows if row not in page] == []
+
+
+def test_equality_is_that_of_the_recorded_run() -> None:
+    """The recorded run passes, and its lines stand in the page."""
+    recorded = DOCS / "results" / "gemma3-1b-capture-equality-h200.json"
+    passed, text = judge(json.loads(recorded.read_text()))
+    assert passed
+    assert text.strip() in (DOCS / "throughput.md").read_text()
