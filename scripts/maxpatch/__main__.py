@@ -35,7 +35,10 @@ def main(words: list[str] | None = None, root: Path = ROOT) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    arguments = _parser().parse_args(words)
+    parser = _parser()
+    arguments = parser.parse_args(words)
+    if vars(arguments).get("inexact") and not arguments.source:
+        parser.error("--inexact says something of --source, which is missing")
     try:
         return int(arguments.run(arguments, Project(root)))
     except MaxPatchError as error:
@@ -85,18 +88,23 @@ def _parser() -> argparse.ArgumentParser:
     offline.add_argument(
         "--offline", action="store_true", help="use only what is cached"
     )
-    source = argparse.ArgumentParser(add_help=False)
-    source.add_argument(
+    verb = verbs.add_parser(
+        "build",
+        parents=[release, offline],
+        help="fetch, apply, add the overlay, pack, verify",
+    )
+    verb.add_argument(
         "--source",
         type=Path,
         metavar="DIR",
-        help="check that a MAX source checkout is that release's; only read",
+        help="that release's MAX source checkout: Mojo packages that patches "
+        "change are rebuilt from it; only read",
     )
-
-    verb = verbs.add_parser(
-        "build",
-        parents=[release, source, offline],
-        help="fetch, apply, add the overlay, pack, verify",
+    verb.add_argument(
+        "--inexact",
+        action="store_true",
+        help="take the checkout although its Python isn't the release's; its "
+        "Mojo packages must compile all the same",
     )
     verb.add_argument(
         "--output",
@@ -119,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
 
     verb = verbs.add_parser(
         "apply",
-        parents=[release, source, offline],
+        parents=[release, offline],
         help="lay out MAX's Python with the series as commits",
     )
     verb.add_argument("folder", type=Path, help="a folder that isn't there yet")
@@ -148,6 +156,7 @@ def _request(arguments: argparse.Namespace, project: Project) -> Request:
         python=arguments.python,
         platform=arguments.platform,
         source=source.resolve() if source else None,
+        inexact=options.get("inexact", False),
         output=output.absolute() if output else project.root / "dist",
         offline=arguments.offline,
         keep=options.get("keep", False),
@@ -181,10 +190,14 @@ def _build(arguments: argparse.Namespace, project: Project) -> int:
         _announce("nothing changed: the wheel is the one built before")
     elif slowest:
         _announce(slowest)
-    (built,) = report["wheels"]
-    _announce(f"{built['path']}  sha256 {built['sha256']}")
-    wheel = shlex.quote(f"{_shown(Path(built['path']))}[serve]")
-    _announce(f"install: pip install {wheel}")
+    for row in report.get("mojo", []):
+        made = "kept from before" if row["cached"] else "compiled"
+        _announce(f"  {row['package']}.mojoc: {made} ({row['reason']})")
+    for built in report["wheels"]:
+        _announce(f"{built['path']}  sha256 {built['sha256']}")
+    first, *others = [_shown(Path(w["path"])) for w in report["wheels"]]
+    words = shlex.join([f"{first}[serve]", *map(str, others)])
+    _announce(f"install: pip install {words}")
     return 0
 
 

@@ -12,19 +12,22 @@ import shutil
 import time
 import tomllib
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from packaging.version import Version
 
-from . import provenance, wheel
+from . import mojo, provenance, wheel
 from .checkout import (
     Checkout,
+    apply_source,
     changed_members,
     check_source,
 )
-from .errors import MaxPatchError, OutputError
+from .compiler import Built, Compiler, Origin, Workshop
+from .compiler import members as libraries_of
+from .errors import OutputError
 from .overlay import OverlayPackage, check_collisions
 from .overlay import load as load_overlay
 from .release import (
@@ -91,7 +94,10 @@ class Request:
     python: str = field(default_factory=host_python)
     platform: str = field(default_factory=host_platform)
     source: Path | None = None
-    """A MAX source checkout to apply the series to."""
+    """A MAX source checkout, to rebuild Mojo packages from."""
+
+    inexact: bool = False
+    """Whether the checkout's Python may differ from the release's."""
 
     output: Path = Path("dist")
     offline: bool = False
@@ -140,9 +146,19 @@ class Inputs:
         )
 
     @property
-    def patches(self) -> list[Patch]:
+    def applied(self) -> list[Patch]:
         """The patches that are applied, in order."""
         return [s.patch for s in self.selections if s.state is State.APPLIED]
+
+    @property
+    def patches(self) -> list[Patch]:
+        """Those that change the wheel of ``max``."""
+        return [patch for patch in self.applied if not patch.mojo_packages]
+
+    @property
+    def mojo_patches(self) -> list[Patch]:
+        """Those that change sources of Mojo packages."""
+        return [patch for patch in self.applied if patch.mojo_packages]
 
     @property
     def packages(self) -> list[OverlayPackage]:
@@ -163,7 +179,30 @@ class Inputs:
     @property
     def filename(self) -> str:
         """The built wheel's file name."""
-        return f"max-{self.version}-{self.pin.tag}.whl"
+        return _filename(self.pin, self.version)
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A wheel that was packed, in the scratch folder."""
+
+    path: Path
+    base: Path
+    """The wheel that it was made from."""
+
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Libraries:
+    """The rebuilt Mojo packages, and the wheel that carries them."""
+
+    wheel: Packed
+    built: list[Built]
+
+
+def _filename(pin: WheelPin, version: str) -> str:
+    return f"{pin.filename.split('-')[0]}-{version}-{pin.tag}.whl"
 
 
 def build(
@@ -204,27 +243,79 @@ def build(
             }
         scratch = project.work / inputs.pin.filename.removesuffix(".whl")
         with _scratch(scratch, keep=request.keep):
-            packed = pack(project, request, inputs, steps, scratch)
-            base = project.cache / inputs.pin.filename
-            with steps.step("check", "the wheel against its base and RECORD"):
-                wheel.check(packed, base, provenance.files(packed))
+            tree = None
+            if request.source is not None:
+                with steps.step("source", f"check and patch {request.source}"):
+                    tree, inputs = _patch_source(
+                        project, request, inputs, scratch / "source"
+                    )
+            packed = [
+                Packed(
+                    pack(project, request, inputs, steps, scratch),
+                    project.cache / inputs.pin.filename,
+                    inputs.version,
+                )
+            ]
+            libraries = None
+            if tree is not None and inputs.mojo_patches:
+                libraries = pack_libraries(
+                    project, request, inputs, steps, scratch, tree
+                )
+                packed.append(libraries.wheel)
+            with steps.step("check", "against base and RECORD"):
+                for ours in packed:
+                    wheel.check(
+                        ours.path, ours.base, provenance.files(ours.path)
+                    )
             with steps.step("verify", "install afresh, import, proofs"):
                 verification = verify(
-                    packed,
+                    packed[0].path,
                     inputs.release,
                     inputs.pin,
-                    inputs.patches,
+                    inputs.applied,
                     folder=scratch / "environment",
                     root=project.root,
                     offline=request.offline,
+                    libraries=libraries.wheel.path if libraries else None,
                 )
             with steps.step("move", f"into {request.output}"):
-                _move(packed, built)
+                # The wheel of `max` last: it is what a build is known by.
+                for ours in reversed(packed):
+                    _move(ours.path, request.output / ours.path.name)
         if request.keep:
             announce(f"kept    {scratch}")
-        report = _report(inputs, built, verification, steps)
-        write_json(recorded, report)
+        report = _report(
+            inputs, request.output, packed, libraries, verification, steps
+        )
+        if libraries is None:
+            write_json(recorded, report)
     return report
+
+
+def _patch_source(
+    project: Project, request: Request, inputs: Inputs, folder: Path
+) -> tuple[mojo.Tree, Inputs]:
+    """Checks a source checkout and applies the patches of Mojo code.
+
+    Returns:
+        The patched tree, and the inputs without what it has already.
+    """
+    assert request.source is not None
+    base = fetch(inputs.pin, project.cache, offline=request.offline)
+    if not request.inexact:
+        paths = {t.path for p in inputs.patches for t in p.targets}
+        with wheel.Wheel(base) as opened:
+            check_source(request.source, opened, paths)
+    patched = apply_source(request.source, inputs.mojo_patches, folder)
+    selections = [
+        replace(chosen, state=State.LANDED, reason=patched.landed[name])
+        if (name := chosen.patch.name) in patched.landed
+        else chosen
+        for chosen in inputs.selections
+    ]
+    return mojo.Tree(request.source, patched), replace(
+        inputs, selections=selections
+    )
 
 
 def verify_built(
@@ -248,14 +339,20 @@ def verify_built(
     base = fetch(pin, project.cache, offline=offline)
     wheel.check(path, base, provenance.files(path))
     carried = {row["sha256"] for row in table["patches"]}
+    is_libraries = pin == release.mojo_libs
+    if is_libraries:
+        # They are installed with the released wheel of `max`.
+        pin = release.wheel(host_python(), host_platform())
+        base = fetch(pin, project.cache, offline=offline)
     return verify(
-        path,
+        base if is_libraries else path,
         release,
         pin,
         [p for p in project.series().patches if p.sha256 in carried],
         folder=folder / "environment",
         root=project.root,
         offline=offline,
+        libraries=path if is_libraries else None,
     )
 
 
@@ -275,14 +372,13 @@ def lay_out(
     base = fetch(inputs.pin, project.cache, offline=request.offline)
     with wheel.Wheel(base) as opened:
         try:
-            return _apply(request, inputs, opened, folder, whole=whole), inputs
+            return _apply(inputs, opened, folder, whole=whole), inputs
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
 
 
 def _apply(
-    request: Request,
     inputs: Inputs,
     base: wheel.Wheel,
     folder: Path,
@@ -290,16 +386,6 @@ def _apply(
     whole: bool,
 ) -> Checkout:
     paths = {t.path for p in inputs.patches for t in p.targets}
-    if request.source is not None:
-        check_source(request.source, base, paths)
-        for patch in inputs.patches:
-            if patch.mojo_packages:
-                raise MaxPatchError(
-                    f"{patch.name} changes the Mojo packages "
-                    f"{', '.join(patch.mojo_packages)}; this version of the "
-                    "builder cannot rebuild Mojo packages",
-                    hint="build without --source to leave the patch out",
-                )
     checkout = Checkout(folder, f"max {inputs.release.version}")
     checkout.lay_out(base, None if whole else paths)
     for patch in inputs.patches:
@@ -335,7 +421,7 @@ def pack(
         patches = inputs.patches
         with steps.step("apply", f"{len(patches)} patches"):
             tree = scratch / "tree"
-            checkout = _apply(request, inputs, base, tree, whole=False)
+            checkout = _apply(inputs, base, tree, whole=False)
             changed, new = changed_members(checkout, patches, base)
         count = sum(len(package.files) for package in inputs.packages)
         with steps.step("overlay", f"{count} files"):
@@ -370,21 +456,138 @@ def pack(
     return packed
 
 
+def pack_libraries(
+    project: Project,
+    request: Request,
+    inputs: Inputs,
+    steps: Steps,
+    scratch: Path,
+    tree: mojo.Tree,
+) -> Libraries:
+    """Rebuilds the Mojo packages that patches change, and packs them.
+
+    Args:
+        project: Where series, overlay and releases are.
+        request: What to build.
+        inputs: What the request was made of.
+        steps: Times the steps.
+        scratch: An existing folder for the wheel.
+        tree: The patched source checkout.
+
+    Raises:
+        MaxPatchError: A step failed.
+    """
+    release, pin = inputs.release, inputs.release.mojo_libs
+    patches = inputs.mojo_patches
+    with steps.step("tools", f"Mojo {release.mojo_compiler}"):
+        path = fetch(pin, project.cache, offline=request.offline)
+        kept = project.work / "mojo"
+        compiler = Compiler.install(
+            release.mojo_compiler,
+            kept / f"compiler-{release.mojo_compiler}",
+            scratch=scratch,
+            offline=request.offline,
+        )
+    with wheel.Wheel(path) as base:
+        members = libraries_of(base)
+        shop = Workshop(
+            base,
+            pin.sha256,
+            compiler,
+            kept=kept,
+            scratch=scratch,
+            origin=Origin(tree.source, release, patches),
+        )
+        with steps.step("plan", "which Mojo packages are rebuilt"):
+            todo = mojo.plan(tree, members, shop.importers)
+        with steps.step("compile", ", ".join(s.package.name for s in todo)):
+            built = shop.rebuild(todo)
+        sources = {name: one.step.package.digest for name, one in built.items()}
+        version = provenance.version(
+            release, inputs.series_number, pin, patches, [], sources
+        )
+        packed = scratch / _filename(pin, version)
+        changed = {
+            members[name]: one.file.read_bytes() for name, one in built.items()
+        }
+        with steps.step("pack", packed.name):
+            renamed = {
+                member: base.renamed(
+                    "-".join(packed.name.split("-")[:2]), member
+                )
+                for member in changed
+            }
+            about = provenance.document(
+                release,
+                version,
+                pin,
+                patches,
+                before={renamed[m]: base.read(m) for m in changed},
+                changed={renamed[m]: data for m, data in changed.items()},
+                added={},
+                mojo=sources,
+            )
+            notice = provenance.notice(
+                release, patches, list(map(base.installed, changed)), []
+            )
+            wheel.repack(
+                base,
+                packed,
+                version,
+                changed=changed,
+                added={},
+                metadata={
+                    provenance.FILENAME: about,
+                    "NOTICE": notice,
+                    **_terms(project, inputs),
+                },
+            )
+    return Libraries(Packed(packed, path, version), list(built.values()))
+
+
+def _terms(project: Project, inputs: Inputs) -> dict[str, bytes]:
+    """Returns MAX's terms, which its wheel of Mojo packages doesn't carry."""
+    with wheel.Wheel(project.cache / inputs.pin.filename) as opened:
+        there = {info.filename for info in opened.infos}
+        return {
+            name: opened.read(member)
+            for name in ("LICENSE", "Third-Party-Notices")
+            if (member := f"{opened.dist_info}/{name}") in there
+        }
+
+
 def _report(
-    inputs: Inputs, built: Path, verification: Verification, steps: Steps
+    inputs: Inputs,
+    output: Path,
+    packed: list[Packed],
+    libraries: Libraries | None,
+    verification: Verification,
+    steps: Steps,
 ) -> dict[str, Any]:
+    built = libraries.built if libraries else []
     return {
         "release": str(inputs.release.version),
         "reused": False,
         "wheels": [
             {
-                "path": str(built),
-                "sha256": sha256_of(built),
-                "size": built.stat().st_size,
-                "version": inputs.version,
+                "path": str(path),
+                "sha256": sha256_of(path),
+                "size": path.stat().st_size,
+                "version": ours.version,
             }
+            for ours in packed
+            if (path := output / ours.path.name)
         ],
         **_states(inputs),
+        "mojo": [
+            {
+                "package": one.step.package.name,
+                "reason": one.step.reason,
+                "cached": one.cached,
+                "seconds": round(one.seconds, 3),
+            }
+            for one in built
+        ],
         "verification": asdict(verification),
         "seconds": steps.seconds,
     }

@@ -2,24 +2,28 @@
 """The scratch tree that patches are applied to.
 
 The tree has the paths of MAX's source repository, where the wheel's ``max/``
-is ``max/python/max/``. A patch is applied only to the exact files it was made
-for, so no hunk can move to a twin of its place, and each file it changes must
-come out as the patch says.
+is ``max/python/max/``. What a wheel carries is patched only where it is the
+exact file that a patch was made for, so no hunk can move to a twin of its
+place. A source checkout moves daily: there each hunk must have one place only
+(:mod:`maxpatch.hunks`). Either way each file must come out as foreseen.
 """
 
 from __future__ import annotations
 
+import shlex
+import shutil
 import textwrap
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import ConflictError, ProcessError, SourceError
 from .git import NO_BLOB, Repository, blob_id
-from .series import Patch, Target
+from .hunks import Hunk, find, hunks_of, lines_of, replaced
+from .series import PYTHON_ROOT, Patch, Target
 from .wheel import Wheel
 
-PYTHON_ROOT = "max/python/"
-"""Where MAX's source tree keeps what the wheel installs."""
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def source_path(member: str) -> str:
@@ -72,9 +76,13 @@ class Checkout:
                 paths is not None and path not in paths
             ):
                 continue
-            target = self.folder / path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(wheel.read(info.filename))
+            self._write(path, wheel.read(info.filename))
+        self._repository.commit_all(self.base)
+
+    def copy_in(self, files: Mapping[str, bytes]) -> None:
+        """Writes files, by source path, as one commit."""
+        for path, data in files.items():
+            self._write(path, data)
         self._repository.commit_all(self.base)
 
     def apply(self, patch: Patch) -> None:
@@ -85,6 +93,46 @@ class Checkout:
                 doesn't become the one it says. The tree is as before.
         """
         self._check_before(patch)
+        self._commit(patch, {t.path: t.after for t in patch.targets})
+
+    def place(self, patch: Patch) -> bool:
+        """Applies a patch as a commit wherever each hunk has one place only.
+
+        Returns:
+            Whether it was applied; if not, the tree has all of it already.
+
+        Raises:
+            ConflictError: A hunk has no place or several, some of the patch is
+                there already, or it doesn't become what is foreseen. The tree
+                is as before.
+        """
+        try:
+            hunks = hunks_of(patch.data)
+        except ValueError as error:
+            raise ConflictError(
+                f"{patch.name} cannot be read: {error}",
+                hint="make the patch anew; its hunks were edited by hand",
+            ) from error
+        fits = [
+            _fit(target, self.content(target.path), hunks[target.path])
+            for target in patch.targets
+        ]
+        faults = [fault for fit in fits for fault in fit.faults]
+        landed = [there for fit in fits for there in fit.landed]
+        after = {fit.path: fit.after for fit in fits if fit.after}
+        if faults or (landed and after):
+            raise ConflictError(
+                f"{patch.name} does not fit {self.base}: expected the old "
+                "lines of every hunk in one place and its new lines nowhere, "
+                "found\n  " + "\n  ".join(faults + landed),
+                hint=_where_it_fits(patch),
+            )
+        if after:
+            self._commit(patch, after)
+        return bool(after)
+
+    def _commit(self, patch: Patch, expected: Mapping[str, str]) -> None:
+        """Commits a patch whose files must become the expected blobs."""
         try:
             self._repository.am(patch.data)
         except ProcessError as error:
@@ -95,7 +143,6 @@ class Checkout:
             ) from error
         # What was committed, so that nothing outside the targets goes unseen.
         changed = self._repository.changed_by_head()
-        expected = {target.path: target.after for target in patch.targets}
         found = {path: self._blob(path) for path in changed | expected.keys()}
         if found != expected:
             self._repository.git("reset", "--hard", "--quiet", "HEAD~1")
@@ -114,6 +161,11 @@ class Checkout:
         """Returns a file's content, or None if it isn't there."""
         target = self.folder / path
         return target.read_bytes() if target.is_file() else None
+
+    def _write(self, path: str, data: bytes) -> None:
+        target = self.folder / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(data)
 
     def _blob(self, path: str) -> str:
         data = self.content(path)
@@ -165,6 +217,166 @@ def _indented(error: ProcessError) -> str:
     lines = error.output.strip().splitlines()
     errors = [x for x in lines if x.startswith(("error:", "fatal:"))]
     return textwrap.indent("\n".join(errors or lines), "  ")
+
+
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    """How a patch fits one file: by hunk, or as a whole."""
+
+    path: str
+    after: str = ""
+    """Blob id of the file once patched, if it can be."""
+
+    landed: tuple[str, ...] = ()
+    """What is there already."""
+
+    faults: tuple[str, ...] = ()
+    """What has no place, or several."""
+
+
+def _fit(target: Target, data: bytes | None, hunks: Sequence[Hunk]) -> _Fit:
+    """Returns how a patch fits a file, which isn't there if data is None."""
+    path = target.path
+    blob = NO_BLOB if data is None else blob_id(data)
+    if blob == target.before:
+        return _Fit(path, target.after)
+    if blob == target.after:
+        return _Fit(path, landed=(f"{path}: is as the patch leaves it",))
+    if data is None or NO_BLOB in (target.before, target.after):
+        wrong = f"{path}: expected {_file(target.before)}, found {_file(blob)}"
+        return _Fit(path, faults=(wrong,))
+    lines = lines_of(data)
+    places = [find(hunk, lines) for hunk in hunks]
+    landed = tuple(f"{path}: {at}" for at in places if at.has_landed)
+    faults = tuple(
+        f"{path}: {at}" for at in places if not (at.is_open or at.has_landed)
+    )
+    opened = len(places) - len(landed) - len(faults)
+    if faults or not opened:
+        return _Fit(path, landed=landed, faults=faults)
+    try:
+        after = replaced([at for at in places if at.is_open], lines)
+    except ValueError as error:
+        return _Fit(path, faults=(f"{path}: {error}",))
+    # A second run must find the patch in the file.
+    again = [find(hunk, after) for hunk in hunks]
+    faults = tuple(
+        f"{path}: {at}, once it is applied" for at in again if not at.has_landed
+    )
+    return _Fit(path, blob_id(b"".join(after)), landed, faults)
+
+
+def _file(blob: str) -> str:
+    return "no file" if blob == NO_BLOB else f"blob {blob}"
+
+
+def _where_it_fits(patch: Patch) -> str:
+    if patch.source_commits:
+        return (
+            f"the patch fits modular/modular {patch.source_commits}: check "
+            "out one of these, or make the patch anew on this one"
+        )
+    return "make the patch anew on this source, or narrow its Applies-To"
+
+
+@dataclass(frozen=True, slots=True)
+class SourceTree:
+    """What the patches of Mojo code make of a source checkout."""
+
+    files: Mapping[str, Path]
+    """The new file by path in the checkout, for each that differs from it."""
+
+    removed: frozenset[str]
+    """The paths of the checkout that are no more."""
+
+    landed: Mapping[str, str]
+    """By patch that the checkout has already, the reason to leave it out."""
+
+
+def apply_source(
+    source: Path, patches: Sequence[Patch], folder: Path
+) -> SourceTree:
+    """Applies patches of Mojo code to copies of a checkout's files.
+
+    The checkout is only read, as a folder: git never runs in it.
+
+    Args:
+        source: A MAX source checkout, or a plain folder with its files.
+        patches: The selected patches of Mojo code, in order.
+        folder: A folder that isn't there yet: a scratch repository with one
+            commit a patch.
+
+    Raises:
+        SourceError: A file that a patch changes isn't there, or isn't a plain
+            file with its content.
+        ConflictError: A patch doesn't fit. In either case the folder is gone.
+    """
+    base = f"the source in {source}"
+    files: dict[str, bytes] = {}
+    for patch in patches:
+        for target in patch.targets:
+            data = _read(source, patch, target)
+            if data is not None:
+                files[target.path] = data
+    try:
+        checkout = Checkout(folder, base)
+        checkout.copy_in(files)
+        landed = {
+            patch.name: "the source has it already"
+            for patch in patches
+            if not checkout.place(patch)
+        }
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    paths = sorted({t.path for patch in patches for t in patch.targets})
+    content = {path: checkout.content(path) for path in paths}
+    return SourceTree(
+        files={
+            path: checkout.folder / path
+            for path, data in content.items()
+            if data is not None and data != files.get(path)
+        },
+        removed=frozenset(path for path in files if content[path] is None),
+        landed=landed,
+    )
+
+
+def _read(source: Path, patch: Patch, target: Target) -> bytes | None:
+    """Returns a file of a checkout, or None where a patch needs none.
+
+    Raises:
+        SourceError: It isn't there, isn't a plain file, or its content isn't.
+    """
+    path = source / target.path
+    where = f"{path}, which {patch.name} changes,"
+    git = f"git -C {shlex.quote(str(source))}"
+    if path.resolve() != source.resolve() / target.path:
+        raise SourceError(
+            f"{where} is not a file of the checkout itself: a symbolic link "
+            f"leads to {path.resolve()}",
+            hint="copy the file to its place",
+        )
+    if not path.exists():
+        if NO_BLOB in (target.before, target.after):
+            return None
+        name = shlex.quote(target.path)
+        folder = shlex.quote(str(Path(target.path).parent))
+        raise SourceError(
+            f"{where} is not there: expected a checkout of modular/modular "
+            "with it",
+            hint=f"{git} sparse-checkout add {folder} (if it is a sparse "
+            f"one), or {git} checkout HEAD -- {name}",
+        )
+    if not path.is_file():
+        raise SourceError(f"{where} is not a file: expected a file there")
+    data = path.read_bytes()
+    if data.startswith(_LFS_POINTER):
+        raise SourceError(
+            f"{where} is a Git LFS pointer: expected the file that it names",
+            hint=f"{git} lfs pull --include {shlex.quote(target.path)}",
+        )
+    return data
 
 
 def check_source(

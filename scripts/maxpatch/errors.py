@@ -38,6 +38,10 @@ class SourceError(MaxPatchError):
     """A source checkout isn't the source of the release."""
 
 
+class CompileError(MaxPatchError):
+    """Mojo sources don't compile, or the compiler isn't the release's."""
+
+
 class WheelError(MaxPatchError):
     """A wheel isn't what its own metadata says it is."""
 

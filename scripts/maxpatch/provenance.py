@@ -42,14 +42,24 @@ def version(
     pin: WheelPin,
     patches: Sequence[Patch],
     overlay: Sequence[OverlayPackage],
+    mojo: Mapping[str, str] | None = None,
 ) -> str:
     """Returns the patched wheel's version, ``26.7.0+attnquant.1.g1a2b3c4d``.
 
     The digest covers whatever decides the wheel's content: the base wheel, the
-    patches and their order, the overlay. A change of any is a new version, so
-    that an installer never takes a changed wheel for the one it has.
+    patches and their order, the overlay, compiler and sources of rebuilt Mojo
+    packages. A change of any is a new version, so that an installer never
+    takes a changed wheel for the one it has.
+
+    Args:
+        release: The MAX release.
+        number: The series' number.
+        pin: The base wheel.
+        patches: The patches that change the wheel, in order.
+        overlay: The overlay packages that it carries.
+        mojo: The digest of the sources, by rebuilt Mojo package.
     """
-    inputs = {
+    inputs: dict[str, Any] = {
         "layout": LAYOUT,
         "base": pin.sha256,
         "patches": [[patch.name, patch.sha256] for patch in patches],
@@ -59,6 +69,8 @@ def version(
             for member, data in sorted(package.files.items())
         },
     }
+    if mojo:
+        inputs["mojo"] = {"compiler": release.mojo_compiler, **mojo}
     digest = _sha256(json.dumps(inputs, sort_keys=True).encode())
     return f"{release.version}+attnquant.{number}.g{digest[:8]}"
 
@@ -72,6 +84,7 @@ def document(
     before: Mapping[str, bytes],
     changed: Mapping[str, bytes | None],
     added: Mapping[str, bytes],
+    mojo: Mapping[str, str] | None = None,
 ) -> bytes:
     """Returns the provenance, as JSON.
 
@@ -83,6 +96,7 @@ def document(
         before: The base's content by changed member.
         changed: New content by changed member; None for a removed one.
         added: Content by new member, of patches and overlay.
+        mojo: The digest of the sources, by rebuilt Mojo package.
     """
     files = [
         {
@@ -92,7 +106,7 @@ def document(
         }
         for member, data in sorted({**changed, **added}.items())
     ]
-    table = {
+    table: dict[str, Any] = {
         "layout": LAYOUT,
         "release": str(release.version),
         "version": version,
@@ -103,6 +117,11 @@ def document(
         ],
         "files": files,
     }
+    if mojo:
+        table["mojo"] = {
+            "compiler": release.mojo_compiler,
+            "sources": dict(sorted(mojo.items())),
+        }
     return json.dumps(table, indent=2).encode() + b"\n"
 
 

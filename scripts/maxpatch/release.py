@@ -92,6 +92,11 @@ class Release:
     """Whether the wheel's licence lets a modified copy be passed on."""
 
     wheels: tuple[WheelPin, ...]
+    mojo_libs: WheelPin
+    """The wheel of the release's Mojo packages, the same everywhere."""
+
+    source_commits: str = ""
+    """Commits of MAX's source repository that fit, ``first..last``."""
 
     def wheel(self, python: str, platform: str) -> WheelPin:
         """Returns the pinned wheel for a Python and a platform.
@@ -142,6 +147,8 @@ class Releases:
                         WheelPin.parse(name, digest)
                         for name, digest in row["wheels"].items()
                     ),
+                    mojo_libs=WheelPin.parse(*_only(row["mojo-libs"])),
+                    source_commits=row.get("source-commits", ""),
                 )
                 for version, row in table["release"].items()
             }
@@ -162,6 +169,11 @@ class Releases:
                 hint="a release is one row in build/releases.toml",
             )
         return self.rows[wanted]
+
+
+def _only(table: dict[str, str]) -> tuple[str, str]:
+    (item,) = table.items()
+    return item
 
 
 def fetch(pin: WheelPin, cache: Path, *, offline: bool) -> Path:
@@ -204,19 +216,24 @@ def _download(pin: WheelPin, cache: Path) -> None:
         raise ReleaseError(
             f"cannot keep downloads in {cache}: {error.strerror}"
         ) from error
-    version = parse_wheel_filename(pin.filename)[1]
+    name, version = parse_wheel_filename(pin.filename)[:2]
+    limits: list[str] = []
+    if pin.platform != "any":
+        limits += ["--python-version", pin.python, "--implementation"]
+        limits += [pin.tag.interpreter[:2], "--abi", pin.tag.abi]
+        limits += ["--platform", pin.tag.platform]
     with tempfile.TemporaryDirectory(dir=cache, prefix=".download-") as folder:
         requirement = Path(folder, "requirement.txt")
-        requirement.write_text(f"max=={version} --hash=sha256:{pin.sha256}\n")
+        requirement.write_text(
+            f"{name}=={version} --hash=sha256:{pin.sha256}\n"
+        )
         try:
             run(
                 [
                     *(sys.executable, "-P", "-m", "pip", "download", "-q"),
                     *("--no-deps", "--only-binary", ":all:", "--retries", "1"),
                     *("--require-hashes", "--requirement", requirement),
-                    *("--python-version", pin.python, "--implementation"),
-                    *(pin.tag.interpreter[:2], "--abi", pin.tag.abi),
-                    *("--platform", pin.tag.platform, "--dest", folder),
+                    *(*limits, "--dest", folder),
                 ]
             )
         except ProcessError as error:

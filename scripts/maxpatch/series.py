@@ -4,7 +4,7 @@
 A patch is a git-format patch whose message ends with the fields described in
 ``patches/README.md`` (after DEP-3 and Yocto's ``Upstream-Status``). It is made
 for exact files: the ids on its ``index`` lines say which content it changes
-and what becomes of it, and both are checked when it is applied.
+and what becomes of it. :mod:`maxpatch.checkout` says how far a file may differ.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ from packaging.version import Version
 from .errors import SeriesError
 from .git import NO_BLOB
 
+PYTHON_ROOT = "max/python/"
+"""Where MAX's source tree keeps what the wheel installs."""
+
 REASONS = ("temporary", "build", "permanent")
 _UPSTREAM = re.compile(
     r"Pending"
@@ -34,6 +37,7 @@ _UPSTREAM = re.compile(
     r"|Inappropriate \[[^\]]+\]"
 )
 _URL = re.compile(r"https?://\S+")
+_COMMITS = re.compile(r"[0-9a-f]{10,40}\.\.[0-9a-f]{10,40}")
 
 
 def _reason(text: str) -> str:
@@ -60,6 +64,12 @@ def _url(text: str) -> str:
     return text
 
 
+def _commits(text: str) -> str:
+    if not _COMMITS.fullmatch(text):
+        raise ValueError(f"expected FIRST..LAST commit ids, found {text!r}")
+    return text
+
+
 def _mojo_packages(text: str) -> tuple[str, ...]:
     return () if text == "none" else tuple(re.split(r",\s*", text))
 
@@ -70,18 +80,21 @@ _FIELDS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "Upstream-Status": ("upstream_status", _upstream_status),
     "Bug": ("bug", _url),
     "Touches-Mojo": ("mojo_packages", _mojo_packages),
+    "Source-Commits": ("source_commits", _commits),
     "Proof": ("proof", str),
     "Last-Update": ("last_update", date.fromisoformat),
 }
 """By field, the attribute of :class:`Patch` and what parses its value."""
 
-_OPTIONAL = {"Bug"}
+_OPTIONAL = {"Bug", "Source-Commits"}
 _DIFF = re.compile(r"^diff --git a/(?P<old>\S+) b/(?P<new>\S+)$", re.MULTILINE)
 _INDEX = re.compile(
     r"^index (?P<before>[0-9a-f]+)\.\.(?P<after>[0-9a-f]+)(?: \d+)?$",
     re.MULTILINE,
 )
-_WIDE_CONTEXT = re.compile(r"@  |   |  (?=\\?(?:[@d]|$))")
+_SOURCE_CONTEXT = 3
+"""Lines of context that a patch of sources may have: git's own default."""
+
 _NOT_TEXT = (
     "GIT binary patch",
     "Binary files ",
@@ -144,6 +157,8 @@ class Patch:
     last_update: date
     targets: tuple[Target, ...]
     bug: str = ""
+    source_commits: str = ""
+    """The first and last commit of MAX's source that it is known to fit."""
 
     @property
     def sha256(self) -> str:
@@ -173,9 +188,10 @@ class Patch:
         head, _, diff = text.partition("\ndiff --git ")
         diff = diff and "diff --git " + diff
         subject, fields, faults = _parse_message(head)
-        faults += _diff_faults(diff)
         targets = _targets(diff)
         values, field_faults = _parse_values(fields, targets)
+        is_source = bool(values.get("mojo_packages"))
+        faults += _diff_faults(diff, _SOURCE_CONTEXT if is_source else 1)
         faults += field_faults
         if faults:
             raise SeriesError(
@@ -241,6 +257,15 @@ def _parse_values(
             f"Touches-Mojo: {fields['Touches-Mojo']}, but the diff changes "
             f"{'a' if in_diff else 'no'} .mojo file"
         )
+    if values.get("mojo_packages"):
+        faults += [
+            f"{target.path}: a patch of Mojo code changes no Python; make it "
+            "a patch of its own"
+            for target in targets
+            if target.path.startswith(PYTHON_ROOT)
+        ]
+    elif "source_commits" in values:
+        faults.append("Source-Commits: only a patch of Mojo code has it")
     return values, faults
 
 
@@ -254,8 +279,13 @@ def _targets(diff: str) -> tuple[Target, ...]:
     return tuple(found)
 
 
-def _diff_faults(diff: str) -> list[str]:
-    """Returns what keeps a diff from being exact, small and reviewable."""
+def _diff_faults(diff: str, context: int) -> list[str]:
+    """Returns what keeps a diff from being exact, small and reviewable.
+
+    Args:
+        diff: The patch after its message.
+        context: How many lines of context a change may have on each side.
+    """
     if not diff:
         return ["it has no diff"]
     faults = []
@@ -290,10 +320,13 @@ def _diff_faults(diff: str) -> list[str]:
     kinds = "".join(
         line[:1] or " " for line in diff.removesuffix("\n").split("\n")
     )
-    if _WIDE_CONTEXT.search(kinds):
+    wider = " " * (context + 1)
+    between = " " * (2 * context + 1)
+    if re.search(rf"@{wider}|{between}|{wider}(?=\\?(?:[@d]|$))", kinds):
+        allowed = "one line" if context == 1 else f"{context} lines"
         faults.append(
-            "expected one line of context each side (git format-patch -U1), "
-            "found more"
+            f"expected {allowed} of context each side (git format-patch "
+            f"-U{context}), found more"
         )
     return faults
 

@@ -18,6 +18,7 @@ from .errors import ProcessError, VerifyError
 from .process import run
 from .release import Release, WheelPin, host_platform, host_python
 from .series import Patch
+from .wheel import Wheel
 
 PYTHON_VARIABLE = "MAXPATCH_TEST_PYTHON"
 """Names, for a proof, the Python that has the patched wheel installed."""
@@ -26,11 +27,17 @@ _ADDOPTS = "PYTEST_ADDOPTS"
 """The user's own options could leave a proof out."""
 
 _IMPORT = """
-import importlib, importlib.metadata, json, sys
+import hashlib, importlib, importlib.metadata, json, sys
 wanted = json.load(sys.stdin)
 for name, version in wanted["versions"].items():
     found = importlib.metadata.version(name)
     assert found == version, f"{name}: expected {version}, found {found}"
+for name, files in wanted["files"].items():
+    there = importlib.metadata.distribution(name)
+    for path, digest in files.items():
+        data = there.locate_file(path).read_bytes()
+        found = hashlib.sha256(data).hexdigest()
+        assert found == digest, f"{path}: expected {digest}, found {found}"
 for module in wanted["modules"]:
     importlib.import_module(module)
 """
@@ -69,7 +76,12 @@ def find_python(python: str, platform: str) -> tuple[Path | None, str]:
 
 
 def install(
-    wheel: Path, interpreter: Path, folder: Path, *, offline: bool
+    wheel: Path,
+    interpreter: Path,
+    folder: Path,
+    *,
+    offline: bool,
+    libraries: Path | None = None,
 ) -> Path:
     """Installs a wheel with what serving needs in a fresh environment.
 
@@ -78,6 +90,8 @@ def install(
         interpreter: The Python to make the environment with.
         folder: The environment's folder, replaced if it is there.
         offline: Whether only uv's cache may be used.
+        libraries: The wheel of Mojo packages to install with it, if not the
+            released one.
 
     Returns:
         The environment's Python.
@@ -86,24 +100,22 @@ def install(
         VerifyError: It doesn't install.
     """
     uv = find_uv_bin()
-    limits = ["--offline"] if offline else []
     venv: list[str | Path] = [uv, "venv", "--quiet", "--clear"]
     venv += ["--python", interpreter, folder]
     python = folder / "bin" / "python"
-    requirement = f"max[serve] @ {wheel.as_uri()}"
+    command: list[str | Path] = [uv, "pip", "install", "--quiet"]
+    command += ["--offline"] if offline else []
+    names = [path.name for path in (wheel, libraries) if path]
+    wanted = [f"max[serve] @ {wheel.as_uri()}"]
+    if libraries:
+        wanted.append(f"max-mojo-libs @ {libraries.as_uri()}")
     try:
         # A uv.toml of the folder we were called from is not ours to heed.
         run(venv, cwd=folder.parent)
-        run(
-            [
-                *(uv, "pip", "install", "--quiet", *limits),
-                *("--python", python, requirement),
-            ],
-            cwd=folder.parent,
-        )
+        run([*command, "--python", python, *wanted], cwd=folder.parent)
     except ProcessError as error:
         raise VerifyError(
-            f"{wheel.name} does not install:\n{error.output.strip()}",
+            f"{' with '.join(names)} does not install:\n{error.output.strip()}",
             hint="with --offline, what it depends on must be in uv's cache"
             if offline
             else "check the network and uv's index settings "
@@ -113,17 +125,28 @@ def install(
 
 
 def check_imports(wheel: Path, release: Release, python: Path) -> None:
-    """Imports every module that the wheel changes or adds.
+    """Checks that a wheel is what is installed, and imports its modules.
+
+    Every file that it changes or adds must be there, and every such module be
+    importable.
 
     Raises:
-        VerifyError: A version is wrong or an import fails.
+        VerifyError: A version or a file is another one, or an import fails.
     """
     table = provenance.read(wheel)
+    with Wheel(wheel) as opened:
+        name = opened.name
+        files = {
+            opened.installed(file["path"]): file["after"]
+            for file in table["files"]
+            if file["after"]
+        }
     wanted = {
         "versions": {
-            "max": table["version"],
+            name: table["version"],
             "mojo-compiler": release.mojo_compiler,
         },
+        "files": {name: files},
         "modules": [
             _module(file["path"])
             for file in table["files"]
@@ -192,17 +215,20 @@ def verify(
     folder: Path,
     root: Path,
     offline: bool,
+    libraries: Path | None = None,
 ) -> Verification:
     """Installs and imports a wheel and runs its patches' proofs.
 
     Args:
-        wheel: The wheel, which :func:`maxpatch.wheel.check` found true.
+        wheel: The wheel of ``max``: ours, which :func:`maxpatch.wheel.check`
+            found true, or the released one.
         release: The release it was made from.
         pin: The wheel it was made from.
         patches: The patches that it carries.
         folder: Where the fresh environment goes.
         root: The folder that the proofs' paths are relative to.
         offline: Whether only uv's cache may be used.
+        libraries: Our wheel of Mojo packages to go with it, if there is one.
 
     Raises:
         VerifyError: It doesn't install or import, or a proof fails.
@@ -210,8 +236,12 @@ def verify(
     interpreter, reason = find_python(pin.python, pin.platform)
     if interpreter is None:
         return Verification(False, (), reason)
-    python = install(wheel, interpreter, folder, offline=offline)
-    check_imports(wheel, release, python)
+    python = install(
+        wheel, interpreter, folder, offline=offline, libraries=libraries
+    )
+    for ours in filter(None, (wheel, libraries)):
+        if "+" in ours.name:
+            check_imports(ours, release, python)
     return Verification(True, tuple(run_proofs(patches, python, root)), "")
 
 

@@ -101,14 +101,17 @@ class Wheel:
             top = f"{stem}.{top.rpartition('.')[2]}"
         return top + slash + rest
 
+    def installed(self, member: str) -> str:
+        """Returns where a member lands, relative to site-packages."""
+        parts = PurePosixPath(member).parts
+        if parts[0] == self.data and parts[1] in {"platlib", "purelib"}:
+            return str(PurePosixPath(*parts[2:]))
+        return member
+
     def installed_paths(self) -> Iterator[str]:
         """Yields where the members land, relative to site-packages."""
         for info in self.infos:
-            parts = PurePosixPath(info.filename).parts
-            if parts[0] == self.data and parts[1] in {"platlib", "purelib"}:
-                yield str(PurePosixPath(*parts[2:]))
-            else:
-                yield info.filename
+            yield self.installed(info.filename)
 
 
 class _Archive(zipfile.ZipFile):

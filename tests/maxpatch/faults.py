@@ -467,28 +467,195 @@ def source_that_differs(toy: Toy, _: pytest.MonkeyPatch) -> None:
 
 
 @fault(
-    "kernel changes the Mojo packages nn",
-    "cannot rebuild",
-    "hint: build without --source",
+    "cannot install mojo-compiler 9.9",
+    "hint: check the network",
     options=("--source",),
 )
-def source_with_a_mojo_patch(toy: Toy, _: pytest.MonkeyPatch) -> None:
-    write_source(toy)
+def compiler_that_cannot_be_had(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made.give_source(toy, monkeypatch)
+    shutil.rmtree(toy.root.parent / "compilers")
+    (toy.root.parent / "compilers").mkdir()
+
+
+@fault(
+    "wrong compiler in",
+    "expected Mojo 9.9, found 9.8",
+    "hint: delete",
+    options=("--source",),
+)
+def compiler_of_another_version(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made.give_source(toy, monkeypatch, version="9.8")
+
+
+@fault(
+    "Mojo 9.9 is not the compiler that wrote the packages of max_mojo_libs-1.0",
+    "expected one build, found 0123456789ab, c0c0c0c0c0c0",
+    "hint: correct mojo-compiler in build/releases.toml",
+    options=("--source",),
+)
+def compiler_of_another_build(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made.give_source(toy, monkeypatch, build="0123456789abcdef" * 4)
+
+
+@fault(
+    "the Mojo package nn does not compile with Mojo 9.9:",
+    "max/kernels/src/nn/x.mojo:2:1: use of unknown declaration",
+    "the first file is patched by broken, kernel",
+    "source does not say what it is (bazel/mojo.MODULE.bazel)",
+    "the release is MAX 1.0 with Mojo 9.9, v1.0 of modular/modular",
+    "hint: correct the patches of the package, or check out v1.0",
+    options=("--source",),
+)
+def patch_with_a_syntax_error(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made.give_source(toy, monkeypatch)
+    path = f"{made.KERNELS}nn/x.mojo"
+    before = b"def f():\n    return\n"
+    toy.add_patch(
+        "broken",
+        {f"../../{path}": before},
+        {f"../../{path}": before.replace(b"return", b"???")},
+        Touches_Mojo="nn",
+    )
+
+
+@fault(
+    "the Mojo package nn does not compile with Mojo 9.9:",
+    "max/kernels/src/nn/__init__.mojo:1:1: unable to locate module 'newer'",
+    "source is MAX 1.1.0.dev7, MOJO 9.10.0.dev7 (bazel/mojo.MODULE.bazel);",
+    "v1.0 of modular/modular, commits aaa..bbb",
+    "hint: check out v1.0",
+    options=("--source",),
+)
+def source_of_another_release(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made.give_source(toy, monkeypatch)
+    init = toy.source / made.KERNELS / "nn/__init__.mojo"
+    init.write_bytes(b"from newer import g\n" + init.read_bytes())
+    made.write_tree(
+        toy.source,
+        {
+            "bazel/mojo.MODULE.bazel": b"# As MAX has it.\n"
+            b'MAX_PACKAGE_VERSION = "1.1.0.dev7"\n\n'
+            b'MOJO_PACKAGE_VERSION = "9.10.0.dev7"\n'
+        },
+    )
+    _edit(
+        toy,
+        "build/releases.toml",
+        'upstream-tag = "v1.0"',
+        'upstream-tag = "v1.0"\nsource-commits = "aaa..bbb"',
+    )
+
+
+@fault(
+    "has only a part of the Mojo package nn: expected",
+    "max/kernels/src/nn/y.mojo, which max/kernels/src/nn/__init__.mojo imports",
+    "hint: in a sparse or partial clone: `git -C",
+    "sparse-checkout add max/kernels/src/nn`",
+    options=("--source",),
+)
+def source_with_a_part_of_a_package(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made.give_source(toy, monkeypatch)
+    init = toy.source / made.KERNELS / "nn/__init__.mojo"
+    init.write_bytes(init.read_bytes() + b"from .y import g\n")
+
+
+@fault(
+    "top must be rebuilt, because a patch changes more than function bodies",
+    "in what they import (nn)",
+    "expected their sources below",
+    "hint: in a sparse or partial clone",
+    options=("--source",),
+)
+def source_without_a_package_that_must_be_rebuilt(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made.give_source(toy, monkeypatch)
+    _default_argument(toy)
+    shutil.rmtree(toy.source / made.KERNELS / "top")
+
+
+@fault(
+    "the Mojo package top twice: max/examples/top, max/kernels/src/top",
+    options=("--source",),
+)
+def source_with_a_package_twice(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made.give_source(toy, monkeypatch)
+    _default_argument(toy)
+    made.write_tree(toy.source, {"max/examples/top/__init__.mojo": b""})
+
+
+@fault(
+    "a patch changes max/kernels/src/other/y.mojo, which is in no Mojo package",
+    "expected one of base, nn, top, found other",
+    options=("--source",),
+)
+def patch_of_a_package_that_is_not_released(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made.give_source(toy, monkeypatch)
+    made.write_tree(
+        toy.source,
+        {
+            f"{made.KERNELS}other/__init__.mojo": b"",
+            f"{made.KERNELS}other/y.mojo": b"comptime Y = 1\n",
+        },
+    )
+    path = f"../../{made.KERNELS}other/y.mojo"
+    toy.add_patch(
+        "elsewhere",
+        {path: b"comptime Y = 1\n"},
+        {path: b"comptime Y = 2\n"},
+        Touches_Mojo="other",
+    )
+
+
+@fault(
+    "Mojo packages import each other: ",
+    "base -> nn",
+    options=("--source",),
+)
+def source_whose_packages_import_each_other(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made.give_source(toy, monkeypatch)
+    _default_argument(toy)
+    init = toy.source / made.KERNELS / "base/__init__.mojo"
+    init.write_bytes(b"from nn import f\n" + init.read_bytes())
+
+
+def _default_argument(toy: Toy) -> None:
+    """Adds a patch of which a dependent keeps a copy."""
+    path = f"../../{made.KERNELS}nn/x.mojo"
+    toy.add_patch(
+        "argument",
+        {path: b"def f():\n    return\n"},
+        {path: b"def f(x: Int = 1):\n    return\n"},
+        Touches_Mojo="nn",
+    )
 
 
 def source_folder(toy: Toy) -> Path:
     """Where a toy's source checkout is put; main is given it."""
-    return toy.root / "source"
+    return toy.source
 
 
 def write_source(toy: Toy) -> None:
-    """Writes the Python files of the toy's 1.0 as a source checkout."""
-    files = {
-        f"{made.PYTHON_ROOT}{member.name}": member.data
-        for member in made.max_members("1.0", made.FOREIGN)
-        if member.name.startswith("max/")
-    }
-    made.write_tree(source_folder(toy), files)
+    """Writes the toy's 1.0 as a source checkout."""
+    toy.write_source()
 
 
 def index_line(toy: Toy, name: str) -> tuple[str, str]:

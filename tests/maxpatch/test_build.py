@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -18,11 +19,17 @@ from typing import Any, TypedDict, Unpack
 import pytest
 
 from maxpatch.build import Request, build, lay_out, verify_built, write_json
-from maxpatch.errors import ConflictError, OutputError, WheelError
-from maxpatch.provenance import files
+from maxpatch.errors import (
+    ConflictError,
+    OutputError,
+    SourceError,
+    VerifyError,
+    WheelError,
+)
+from maxpatch.provenance import files, read
+from maxpatch.verify import check_imports, install
 from maxpatch.wheel import check
 from tests.maxpatch import toy as made
-from tests.maxpatch.faults import write_source
 from tests.maxpatch.toy import Toy
 
 
@@ -31,6 +38,7 @@ class Changes(TypedDict, total=False):
 
     release: str
     source: Path
+    inexact: bool
     output: Path
     offline: bool
     keep: bool
@@ -281,20 +289,257 @@ def test_json_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
 # A source checkout.
 
 
-def test_source_build_gives_the_same_wheel(toy: Toy) -> None:
+@pytest.fixture
+def sourced(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> Toy:
+    """A toy with a source checkout and a Mojo compiler that uv finds."""
+    made.give_source(toy, monkeypatch)
+    return toy
+
+
+def library(name: str, *text: str) -> bytes:
+    """Returns what the toy compiler makes of a package."""
+    return " ".join([made.COMPILER_BUILD, name, *text]).encode()
+
+
+LIBRARIES = "{stem}.data/platlib/modular/lib/mojo/{name}.mojoc"
+
+
+def libraries(path: Path) -> dict[str, bytes]:
+    """Returns the compiled packages of a wheel."""
+    return {
+        Path(m.name).stem: m.data
+        for m in made.read_members(path)
+        if m.name.endswith(".mojoc")
+    }
+
+
+def test_source_build_without_mojo_gives_the_same_wheel(toy: Toy) -> None:
     """A checkout that matches the release changes nothing, nor is changed."""
     run(toy)
     (wheel,) = toy.built()
     data = wheel.read_bytes()
-    write_source(toy)
+    toy.write_source()
     lines = toy.series.read_text()
     toy.series.write_text(lines.replace("kernel\n", ""))
     toy.patch("kernel").unlink()
-    before = made.snapshot(toy.root / "source")
-    report = run(toy, source=toy.root / "source")
+    before = made.snapshot(toy.source)
+    report = run(toy, source=toy.source)
     assert not report["reused"]
+    assert report["mojo"] == []
     assert wheel.read_bytes() == data
-    assert made.snapshot(toy.root / "source") == before
+    assert not toy.built_libraries()
+    assert made.snapshot(toy.source) == before
+
+
+def test_source_build_gives_a_second_wheel_of_rebuilt_packages(
+    sourced: Toy,
+) -> None:
+    """The changed package is new, the rest as released, `max` as ever."""
+    toy = sourced
+    run(toy)
+    (wheel,) = toy.built()
+    data = wheel.read_bytes()
+    before = made.snapshot(toy.source)
+    report = run(toy, source=toy.source)
+    (ours,) = toy.built_libraries()
+    assert [row["path"] for row in report["wheels"]] == [str(wheel), str(ours)]
+    assert report["wheels"][1]["sha256"] == (
+        hashlib.sha256(ours.read_bytes()).hexdigest()
+    )
+    assert wheel.read_bytes() == data
+    assert made.snapshot(toy.source) == before
+    released = libraries(toy.base_libraries())
+    code = ("def_f():", "____return", "from_base_import_one")
+    assert libraries(ours) == {
+        **released,
+        "nn": library("nn", "+base", code[2], "from_.x_import_f", *code[:2]),
+    }
+    check(ours, toy.base_libraries(), files(ours))
+    assert {row["name"]: row["state"] for row in report["patches"]}[
+        "kernel"
+    ] == "applied"
+    (row,) = report["mojo"]
+    assert (row["package"], row["cached"]) == ("nn", False)
+    assert row["reason"] == "only function bodies in it are changed"
+    assert toy.leftovers() == set()
+
+
+@pytest.mark.parametrize("kind", ["shallow clone", "worktree", "sparse clone"])
+def test_checkout_of_any_kind_is_only_read(kind: str, sourced: Toy) -> None:
+    """A clone or worktree is read as a folder; its `.git` stays as it is."""
+    toy = sourced
+    upstream, place = toy.source, toy.root.parent / "checkout"
+    for words in (("init", "--quiet"), ("add", "--all")):
+        made.git(upstream, *words)
+    made.git(upstream, "commit", "--quiet", "--message", "all")
+    if kind == "worktree":
+        made.git(upstream, "worktree", "add", "--quiet", str(place))
+    else:
+        url = f"file://{upstream}"
+        made.git(upstream, "clone", "-q", "--depth=1", url, str(place))
+    if kind == "sparse clone":
+        folders = ("max/python", f"{made.KERNELS}nn")
+        made.git(place, "sparse-checkout", "set", *folders)
+        assert not (place / made.KERNELS / "top").exists()
+    before = made.snapshot(place)
+    run(toy, source=place)
+    assert made.snapshot(place) == before
+    assert len(toy.built_libraries()) == 1
+
+
+def test_libraries_say_what_they_are(sourced: Toy) -> None:
+    """Provenance has patches, compiler and sources; the terms go along."""
+    run(sourced, source=sourced.source)
+    (ours,) = sourced.built_libraries()
+    table = read(ours)
+    assert [row["name"] for row in table["patches"]] == ["kernel"]
+    assert table["base"]["filename"] == sourced.base_libraries().name
+    assert table["mojo"]["compiler"] == made.MOJO_COMPILER
+    assert list(table["mojo"]["sources"]) == ["nn"]
+    stem = "-".join(ours.name.split("-")[:2])
+    assert set(files(ours)) == {LIBRARIES.format(stem=stem, name="nn")}
+    info = f"{stem}.dist-info"
+    assert member(ours, f"{info}/LICENSE") == b"The toy's terms.\n"
+    notice = member(ours, f"{info}/NOTICE").decode()
+    assert "kernel: [Toy] kernel" in notice
+    assert "  modular/lib/mojo/nn.mojoc\n" in notice
+
+
+def test_sources_of_rebuilt_packages_make_the_version(sourced: Toy) -> None:
+    """Another line of the package, patched or not, is another version."""
+    toy = sourced
+    run(toy, source=toy.source)
+    path = toy.source / made.KERNELS / "nn/__init__.mojo"
+    path.write_bytes(path.read_bytes() + b"comptime N = 1\n")
+    run(toy, source=toy.source)
+    assert len(toy.built_libraries()) == 2
+    path = toy.source / made.KERNELS / "top/__init__.mojo"
+    path.write_bytes(path.read_bytes() + b"comptime N = 1\n")
+    run(toy, source=toy.source)
+    assert len(toy.built_libraries()) == 2
+    assert len(toy.built()) == 1
+
+
+def test_second_source_build_compiles_nothing(sourced: Toy) -> None:
+    """The same inputs are the same wheel, without the compiler."""
+    toy = sourced
+    run(toy, source=toy.source)
+    (ours,) = toy.built_libraries()
+    data = ours.read_bytes()
+    report = run(toy, source=toy.source)
+    assert [row["cached"] for row in report["mojo"]] == [True]
+    assert ours.read_bytes() == data
+
+
+def test_dependents_are_rebuilt_against_the_new_package(sourced: Toy) -> None:
+    """A changed constant reaches who imports it, and who imports those."""
+    toy = sourced
+    path = f"../../{made.KERNELS}base/__init__.mojo"
+    old = made.MOJO[f"{made.KERNELS}base/__init__.mojo"]
+    toy.add_patch(
+        "constant",
+        {path: old},
+        {path: old.replace(b"K = 1", b"K = 2")},
+        Touches_Mojo="base",
+    )
+    report = run(toy, source=toy.source)
+    assert {row["package"] for row in report["mojo"]} == {"base", "nn", "top"}
+    (ours,) = toy.built_libraries()
+    found = libraries(ours)
+    assert b"comptime_K_=_2" in found["base"]
+    assert found["top"] == library("top", "+nn", "from_nn_import_f")
+
+
+def test_patch_that_the_source_has_is_left_out(sourced: Toy) -> None:
+    """What has landed in the checkout makes no wheel, and is said."""
+    toy = sourced
+    path = toy.source / made.KERNELS / "nn/x.mojo"
+    path.write_bytes(b"def f():\n    return\n")
+    report = run(toy, source=toy.source)
+    states = {row["name"]: row for row in report["patches"]}
+    assert states["kernel"]["state"] == "landed-upstream"
+    assert not toy.built_libraries()
+
+
+def test_wheel_build_after_a_source_build_is_recognised(sourced: Toy) -> None:
+    """The two don't take each other's report for their own."""
+    run(sourced)
+    run(sourced, source=sourced.source)
+    report = run(sourced)
+    assert report["reused"]
+    assert len(report["wheels"]) == 1
+
+
+def test_inexact_source_is_taken_on_request(sourced: Toy) -> None:
+    """Python that differs is an error, unless the user knows."""
+    toy = sourced
+    path = toy.source / made.PYTHON_ROOT / "max/layers.py"
+    path.write_bytes(b"# Another day's.\n")
+    with pytest.raises(SourceError, match="1 of 5 different"):
+        run(toy, source=toy.source)
+    run(toy, source=toy.source, inexact=True)
+    assert toy.built_libraries()
+
+
+def test_both_wheels_are_installed_and_proved(sourced: Toy) -> None:
+    """In a fresh environment the new package is the one that is installed."""
+    toy = sourced
+    request = Request(output=toy.dist, source=toy.source)
+    report = build(toy.project, request, lambda _: None)
+    assert report["verification"]["imported"]
+    (ours,) = toy.built_libraries()
+    folder = toy.root.parent / "again"
+    folder.mkdir()
+    done = verify_built(toy.project, ours, folder, offline=True)
+    assert (done.imported, done.proofs) == (True, ())
+    (there,) = folder.rglob("nn.mojoc")
+    assert b"____return" in there.read_bytes()
+
+
+def test_other_library_than_ours_is_found(sourced: Toy) -> None:
+    """A package that isn't the built one after installation is an error."""
+    toy = sourced
+    run(toy, source=toy.source)
+    (ours,) = toy.built_libraries()
+    other = toy.root.parent / ours.name
+    shutil.copy(ours, other)
+    made.edit_member(other, "/nn.mojoc", b"return", b"retorn")
+    python = install(
+        toy.base(platform=made.PLATFORM),
+        Path(sys.executable),
+        toy.root.parent / "environment",
+        offline=True,
+        libraries=other,
+    )
+    with pytest.raises(VerifyError, match=r"modular/lib/mojo/nn.mojoc: expec"):
+        check_imports(ours, toy.project.releases().get("1.0"), python)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "maxpatch.build.apply_source",
+        "maxpatch.compiler.Compiler.__init__",
+        "maxpatch.build.libraries_of",
+        "maxpatch.compiler.Compiler.precompile",
+        "maxpatch.provenance.notice",
+        "maxpatch.build._move",
+    ],
+)
+def test_killed_source_build_is_no_obstacle(place: str, sourced: Toy) -> None:
+    """Killed anywhere, dist and source are as before, and the next is good."""
+    toy = sourced
+    before = toy.inputs()
+    killed = made.start(
+        toy,
+        *("build", "--platform", made.FOREIGN, "--source", str(toy.source)),
+        prelude=kill_at(place),
+    )
+    killed.communicate()
+    assert killed.returncode == -signal.SIGKILL
+    assert toy.inputs() == before
+    run(toy, source=toy.source)
+    assert len(toy.built_libraries()) == 1
 
 
 # Killed, and two at once.
@@ -311,18 +556,22 @@ KILL_AT = [
 ]
 
 
-@pytest.mark.parametrize("place", KILL_AT)
-def test_killed_build_is_no_obstacle(place: str, toy: Toy) -> None:
-    """Killed anywhere, dist is whole or untouched, and the next run is good."""
-    before = toy.inputs()
+def kill_at(place: str) -> str:
+    """Returns a script's start after which a function kills the process."""
     owner, _, name = place.rpartition(".")
-    prelude = f"""
+    return f"""
 import os, pkgutil, signal
 def kill(*_, **__): os.kill(os.getpid(), signal.SIGKILL)
 setattr(pkgutil.resolve_name({owner!r}), {name!r}, kill)
 """
+
+
+@pytest.mark.parametrize("place", KILL_AT)
+def test_killed_build_is_no_obstacle(place: str, toy: Toy) -> None:
+    """Killed anywhere, dist is whole or untouched, and the next run is good."""
+    before = toy.inputs()
     words = ("build", "--platform", made.FOREIGN)
-    killed = made.start(toy, *words, prelude=prelude)
+    killed = made.start(toy, *words, prelude=kill_at(place))
     killed.communicate()
     assert killed.returncode == -signal.SIGKILL
     if place.endswith("write_json"):

@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from maxpatch.checkout import Checkout, check_source, member_path, source_path
+from maxpatch.checkout import (
+    Checkout,
+    apply_source,
+    check_source,
+    member_path,
+    source_path,
+)
 from maxpatch.errors import ConflictError, SourceError
 from maxpatch.series import Patch, Target
 from maxpatch.wheel import Wheel
@@ -226,3 +232,253 @@ def test_source_that_is_no_folder_is_refused(
         pytest.raises(SourceError, match="is not a MAX source checkout"),
     ):
         check_source(tmp_path / name, wheel)
+
+
+# Patches of Mojo code on a source checkout.
+
+KERNEL = "max/kernels/src/nn/x.mojo"
+TABLE = "max/kernels/src/nn/table.yaml"
+SOURCE = {
+    KERNEL: b"# x\n\n\ndef a():\n    one()\n    two()\n\n\n"
+    b"def b():\n    three()\n    four()\n",
+    TABLE: b"# table\nrows:\n- 1\n- 2\n",
+}
+CHANGED = {
+    KERNEL: SOURCE[KERNEL]
+    .replace(b"one()", b"uno()")
+    .replace(b"four()", b"quattro()"),
+    TABLE: SOURCE[TABLE] + b"- 3\n",
+}
+NEWER = {
+    KERNEL: b"# Newer.\n" + SOURCE[KERNEL].replace(b"\n\n\n", b"\n\n#\n\n"),
+    TABLE: b"# Newer.\n" + SOURCE[TABLE],
+}
+"""The same code on another day."""
+
+
+class Sources:
+    """A folder with a source checkout, and patches for it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.folder = root / "source"
+        self.scratch = root / "scratch"
+        self.write(SOURCE)
+
+    def write(self, files: dict[str, bytes]) -> None:
+        """Makes the checkout consist of some files."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        made.write_tree(self.folder, files)
+
+    def patch(
+        self,
+        name: str = "kernel",
+        before: dict[str, bytes] = SOURCE,
+        after: dict[str, bytes] = CHANGED,
+        **fields: str,
+    ) -> Patch:
+        """Makes a patch of Mojo code."""
+        diff = made.make_diff(self.root / name, before, after)
+        data = made.make_patch(name, diff, Touches_Mojo="nn", **fields)
+        return Patch.parse(name, data)
+
+    def refuse(self, *patches: Patch) -> ConflictError | SourceError:
+        """Returns the error that patches meet; nothing is left behind."""
+        before = made.snapshot(self.folder)
+        with pytest.raises((ConflictError, SourceError)) as caught:
+            apply_source(self.folder, patches, self.scratch)
+        assert not self.scratch.exists()
+        assert made.snapshot(self.folder) == before
+        return caught.value
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Sources:
+    """A source checkout with two files."""
+    return Sources(tmp_path)
+
+
+def test_source_that_a_patch_was_made_for_becomes_what_it_says(
+    sources: Sources,
+) -> None:
+    """The exact files come out as the patch's blobs; the checkout is as is."""
+    patch = sources.patch()
+    before = made.snapshot(sources.folder)
+    tree = apply_source(sources.folder, [patch], sources.scratch)
+    assert {path: f.read_bytes() for path, f in tree.files.items()} == CHANGED
+    assert tree.landed == {} and tree.removed == frozenset()
+    assert made.snapshot(sources.folder) == before
+    log = made.git(sources.scratch, "log", "--format=%s").decode().split("\n")
+    assert log[0] == "kernel"
+
+
+def test_newer_source_takes_the_patch_where_it_belongs(
+    sources: Sources,
+) -> None:
+    """Each hunk goes to its one place, whatever the line number."""
+    sources.write(NEWER)
+    tree = apply_source(sources.folder, [sources.patch()], sources.scratch)
+    assert tree.files[KERNEL].read_bytes() == NEWER[KERNEL].replace(
+        b"one()", b"uno()"
+    ).replace(b"four()", b"quattro()")
+    assert tree.files[TABLE].read_bytes() == NEWER[TABLE] + b"- 3\n"
+
+
+def test_patches_of_a_source_build_on_each_other(sources: Sources) -> None:
+    """A later patch sees what an earlier one made."""
+    later = {**CHANGED, KERNEL: CHANGED[KERNEL].replace(b"uno", b"un")}
+    patches = [
+        sources.patch("first"),
+        sources.patch("second", CHANGED, later),
+    ]
+    tree = apply_source(sources.folder, patches, sources.scratch)
+    assert tree.files[KERNEL].read_bytes() == later[KERNEL]
+
+
+@pytest.mark.parametrize("base", [SOURCE, NEWER], ids=["exact", "newer"])
+def test_landed_patch_is_recognised(
+    base: dict[str, bytes], sources: Sources
+) -> None:
+    """What a patch made has the patch: it is left out, with the reason."""
+    patch = sources.patch()
+    sources.write(base)
+    tree = apply_source(sources.folder, [patch], sources.scratch)
+    sources.write({path: f.read_bytes() for path, f in tree.files.items()})
+    shutil.rmtree(sources.scratch)
+    again = apply_source(sources.folder, [patch], sources.scratch)
+    assert again.files == {}
+    assert again.landed == {"kernel": "the source has it already"}
+
+
+def test_half_landed_patch_is_refused(sources: Sources) -> None:
+    """One hunk in the source and another not: neither state is guessed."""
+    half = SOURCE[KERNEL].replace(b"one()", b"uno()")
+    sources.write({**NEWER, KERNEL: half})
+    error = sources.refuse(sources.patch())
+    assert "kernel does not fit" in str(error)
+    assert f"{KERNEL}: @@ -4,3 +4,3 @@: its old lines nowhere, its new" in str(
+        error
+    )
+    assert "@@ -10,2" not in str(error)  # it has its place
+
+
+def test_twin_of_a_place_is_refused_with_both_lines(sources: Sources) -> None:
+    """Two places are none: the error names file, hunk and both."""
+    twin = SOURCE[KERNEL] + b"    more()\n\n\n" + SOURCE[KERNEL]
+    sources.write({**SOURCE, KERNEL: b"# First.\n" + twin})
+    patch = sources.patch(
+        "one",
+        {KERNEL: SOURCE[KERNEL] + b"    more()\n"},
+        {KERNEL: SOURCE[KERNEL].replace(b"two()", b"due()") + b"    more()\n"},
+        Source_Commits="0123456789..abcdefabcd",
+    )
+    error = sources.refuse(patch)
+    assert f"{KERNEL}: @@ -5,3 +5,3 @@" in str(error)
+    assert "its old lines at line 6, 20, its new lines nowhere" in str(error)
+    assert error.hint and "modular/modular 0123456789..abcdefabcd" in error.hint
+
+
+def test_source_without_the_code_is_refused(sources: Sources) -> None:
+    """No place is an error that says so, with what to do."""
+    sources.write({**SOURCE, KERNEL: b"def rewritten():\n    pass\n"})
+    error = sources.refuse(sources.patch())
+    assert str(error).count("its old lines nowhere, its new lines nowhere") == 2
+    assert error.hint and "make the patch anew" in error.hint
+
+
+def test_patch_that_would_apply_twice_is_refused(sources: Sources) -> None:
+    """A hunk whose own result has a place for it could be applied again."""
+    patch = sources.patch(
+        "run",
+        {KERNEL: b"0\na\na\na\nb\n"},
+        {KERNEL: b"0\na\na\nb\n"},
+    )
+    sources.write({KERNEL: b"x\n0\na\na\na\nb\n"})
+    assert "once it is applied" in str(sources.refuse(patch))
+
+
+def test_new_and_removed_files_of_a_source(sources: Sources) -> None:
+    """A file is added only where none is, and removed only if it is known."""
+    new = "max/kernels/src/nn/new.mojo"
+    patch = sources.patch(
+        "files",
+        {TABLE: SOURCE[TABLE]},
+        {new: b"def n():\n    pass\n"},
+    )
+    tree = apply_source(sources.folder, [patch], sources.scratch)
+    assert set(tree.files) == {new}
+    assert tree.removed == {TABLE}
+    shutil.rmtree(sources.scratch)
+    sources.write({KERNEL: SOURCE[KERNEL], new: b"def n():\n    pass\n"})
+    tree = apply_source(sources.folder, [patch], sources.scratch)
+    assert tree.landed and not tree.files and not tree.removed
+    shutil.rmtree(sources.scratch)
+    sources.write({**NEWER, new: b"def other():\n    pass\n"})
+    error = str(sources.refuse(patch))
+    assert f"{new}: expected no file, found blob" in error
+    assert f"{TABLE}: expected blob" in error
+
+
+def absent(sources: Sources) -> None:
+    (sources.folder / KERNEL).unlink()
+
+
+def link(sources: Sources) -> None:
+    (sources.folder / KERNEL).rename(sources.folder / "elsewhere")
+    (sources.folder / KERNEL).symlink_to(sources.folder / "elsewhere")
+
+
+def folder_link(sources: Sources) -> None:
+    (sources.folder / "max/kernels").rename(sources.root / "kernels")
+    (sources.folder / "max/kernels").symlink_to(sources.root / "kernels")
+
+
+def pointer(sources: Sources) -> None:
+    (sources.folder / KERNEL).write_bytes(
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n"
+    )
+
+
+def folder(sources: Sources) -> None:
+    (sources.folder / KERNEL).unlink()
+    (sources.folder / KERNEL).mkdir()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message", "hint"),
+    [
+        (absent, "is not there", "sparse-checkout add max/kernels/src/nn"),
+        (link, "a symbolic link leads to", "copy the file"),
+        (folder_link, "a symbolic link leads to", "copy the file"),
+        (pointer, "is a Git LFS pointer", f"lfs pull --include {KERNEL}"),
+        (folder, "is not a file", ""),
+    ],
+)
+def test_source_file_that_cannot_be_read_is_named(
+    spoil: object, message: str, hint: str, sources: Sources
+) -> None:
+    """The error names file and patch, and the command that mends it."""
+    assert callable(spoil)
+    patch = sources.patch()
+    spoil(sources)
+    error = sources.refuse(patch)
+    assert isinstance(error, SourceError)
+    assert "max/kernels/src/nn/" in str(error)
+    assert ", which kernel changes," in str(error)
+    assert message in str(error)
+    assert hint in (error.hint or "")
+
+
+@pytest.mark.parametrize("kind", [as_clone, as_worktree])
+def test_git_never_runs_in_the_source(kind: object, sources: Sources) -> None:
+    """A repository with hooks and filters of its own is read as files."""
+    assert callable(kind)
+    made.write_tree(
+        sources.folder, {".gitattributes": b"*.mojo filter=x ident\n"}
+    )
+    checkout = kind(sources.folder)
+    patch = sources.patch()
+    before = made.snapshot(sources.root)
+    apply_source(checkout, [patch], sources.root / "scratch")
+    shutil.rmtree(sources.root / "scratch")
+    assert made.snapshot(sources.root) == before

@@ -50,14 +50,21 @@ def test_build_has_the_documented_options(
     said = capsys.readouterr().out
     for option in (
         *("--release", "--source", "--python", "--platform"),
-        *("--output", "--offline", "--report", "--keep"),
+        *("--output", "--offline", "--report", "--keep", "--inexact"),
     ):
         assert option in said
 
 
 @pytest.mark.parametrize(
     "words",
-    [[], ["bild"], ["build", "--releases", "1"], ["apply"], ["verify"]],
+    [
+        [],
+        ["bild"],
+        ["build", "--releases", "1"],
+        ["build", "--inexact"],
+        ["apply"],
+        ["verify"],
+    ],
 )
 def test_wrong_usage_is_status_two(
     words: list[str], toy: Toy, capsys: pytest.CaptureFixture[str]
@@ -90,6 +97,31 @@ def test_build_ends_with_the_install_command(
     assert said.endswith(f"'dist/{wheel.name}[serve]'\n")
 
 
+def test_source_build_ends_with_both_wheels(
+    toy: Toy,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What was rebuilt, and why, and one command that installs the two."""
+    made.give_source(toy, monkeypatch)
+    monkeypatch.chdir(toy.root)
+    words = ["build", *FOREIGN, "--source", "source"]
+    assert main(words, toy.root) == 0
+    said = capsys.readouterr().out
+    (wheel,), (libraries,) = toy.built(), toy.built_libraries()
+    assert (
+        "  nn.mojoc: compiled (only function bodies in it are changed)\n"
+        in said
+    )
+    assert said.endswith(
+        f"install: pip install 'dist/{wheel.name}[serve]' "
+        f"dist/{libraries.name}\n"
+    )
+    assert main(words, toy.root) == 0
+    assert "  nn.mojoc: kept from before (only" in capsys.readouterr().out
+    assert main(["verify", "--offline", str(libraries)], toy.root) == 0
+
+
 def test_install_command_works_from_any_folder(
     toy: Toy,
     tmp_path: Path,
@@ -114,7 +146,7 @@ def test_relative_paths_are_the_callers(
     assert report["wheels"][0]["path"] == str(wheel)
     assert set(report) == {
         *("release", "reused", "wheels", "patches", "overlay"),
-        *("verification", "seconds"),
+        *("mojo", "verification", "seconds"),
     }
     assert {row["state"] for row in report["patches"]} == {
         *("applied", "not-for-this-release", "source-only"),

@@ -14,6 +14,7 @@ from packaging.version import Version
 from maxpatch import provenance
 from maxpatch.build import Inputs, Request, build
 from maxpatch.errors import WheelError
+from maxpatch.release import Release
 from tests.maxpatch import toy as made
 from tests.maxpatch.toy import Toy
 
@@ -178,6 +179,44 @@ def test_notice_gives_attribution_and_changes(built: Path) -> None:
         "max/fresh.py",
     ]
     assert max(map(len, data.decode().splitlines())) <= 79
+
+
+def test_rebuilt_packages_make_their_own_version(toy: Toy) -> None:
+    """Compiler and sources count, and are named; none are no change."""
+    there = inputs(toy)
+    release = there.release
+
+    def version(release: Release, mojo: dict[str, str] | None) -> str:
+        return provenance.version(
+            release, 1, release.mojo_libs, there.patches, [], mojo
+        )
+
+    plain = version(release, None)
+    assert version(release, {}) == plain
+    versions = {
+        plain,
+        version(release, {"nn": "1"}),
+        version(release, {"nn": "2"}),
+        version(release, {"base": "1"}),
+        version(replace(release, mojo_compiler="9.8"), {"nn": "1"}),
+    }
+    assert len(versions) == 5
+    table = json.loads(
+        provenance.document(
+            release,
+            plain,
+            release.mojo_libs,
+            [],
+            before={},
+            changed={},
+            added={},
+            mojo={"nn": "1", "base": "2"},
+        )
+    )
+    assert table["mojo"] == {
+        "compiler": made.MOJO_COMPILER,
+        "sources": {"base": "2", "nn": "1"},
+    }
 
 
 def test_notice_of_a_wheel_to_keep_says_so(toy: Toy) -> None:

@@ -35,6 +35,9 @@ def index(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         f'<a href="{p.name}">{p.name}</a>' for p in folder.iterdir()
     )
     (folder / "index.html").write_text(links)
+    other = folder.with_name("max-mojo-libs")
+    other.mkdir()
+    (other / "index.html").write_text(links.replace('href="', 'href="../max/'))
 
     class Handler(http.server.SimpleHTTPRequestHandler):
         def log_message(self, *_: object) -> None:
@@ -114,6 +117,8 @@ def test_table_is_read(toy: Toy) -> None:
     assert not releases.get("2.0").redistributable
     pin = release.wheel(made.host_python(), made.FOREIGN)
     assert pin == pin_of(toy.base())
+    assert release.mojo_libs == pin_of(toy.base_libraries())
+    assert release.source_commits == ""
 
 
 def test_committed_table_is_sound() -> None:
@@ -127,6 +132,10 @@ def test_committed_table_is_sound() -> None:
         assert {len(pin.sha256) for pin in pins} == {64}
         assert len({pin.sha256 for pin in pins}) == len(pins)
         assert all(f"max-{release.version}-" in p.filename for p in pins)
+        libraries = release.mojo_libs
+        assert f"max_mojo_libs-{release.version}-" in libraries.filename
+        assert libraries.platform == "any"
+        assert len(libraries.sha256) == 64
 
 
 def test_missing_wheel_names_what_there_is(toy: Toy) -> None:
@@ -149,6 +158,15 @@ def test_download_is_checked_and_kept(toy: Toy, index: Path) -> None:
     shutil.rmtree(index)
     assert fetch(pin, cache, offline=False) == path
     assert fetch(pin, cache, offline=True) == path
+
+
+def test_wheel_for_every_machine_is_downloaded_too(
+    toy: Toy, index: Path
+) -> None:
+    """The Mojo packages' wheel comes from the index under its own name."""
+    pin = pin_of(toy.base_libraries())
+    path = fetch(pin, toy.root.parent / "cache", offline=False)
+    assert sha256_of(path) == pin.sha256
 
 
 def test_download_with_another_digest_is_refused(toy: Toy, index: Path) -> None:

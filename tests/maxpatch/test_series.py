@@ -185,6 +185,39 @@ def test_mojo_file_must_be_declared(tmp_path: Path) -> None:
     assert Patch.parse("it", data).mojo_packages == ("nn", "linalg")
 
 
+@pytest.mark.parametrize("name", ["x.py", "y.mojo"])
+def test_mojo_and_python_are_changed_apart(name: str, tmp_path: Path) -> None:
+    """A patch of Mojo code changes no file that a wheel carries as source."""
+    before = {"x.mojo": b"a\n", f"max/python/max/{name}": b"a\n"}
+    diff = made.make_diff(tmp_path / "d", before, dict.fromkeys(before, b"b\n"))
+    assert f"max/python/max/{name}: a patch of Mojo code changes no" in (
+        faults_of(made.make_patch("x", diff, Touches_Mojo="nn"))
+    )
+
+
+def test_commits_of_a_source_patch_are_a_range(
+    diff: bytes, tmp_path: Path
+) -> None:
+    """Source-Commits is FIRST..LAST, of a patch of Mojo code only."""
+    mojo = made.make_diff(
+        tmp_path / "d", {"x.mojo": b"a\n"}, {"x.mojo": b"b\n"}
+    )
+    good = "0123456789..abcdef0123"
+    options = {"Touches_Mojo": "nn", "Source_Commits": good}
+    data = made.make_patch("x", mojo, **options)
+    assert Patch.parse("it", data).source_commits == good
+    data = made.make_patch("x", mojo, Touches_Mojo="nn")
+    assert Patch.parse("it", data).source_commits == ""
+    for bad in ("main", "0123456789", "0123456789...abcdef0123", "01..23"):
+        options["Source_Commits"] = bad
+        assert "expected FIRST..LAST commit ids, found" in faults_of(
+            made.make_patch("x", mojo, **options)
+        )
+    assert "only a patch of Mojo code has it" in faults_of(
+        made.make_patch("x", diff, Source_Commits=good)
+    )
+
+
 CONTEXT = b"".join(b"%d\n" % i for i in range(20))
 
 
@@ -221,6 +254,26 @@ def test_hunks_have_one_line_of_context(
         Patch.parse("it", data)
     else:
         assert "one line of context" in faults_of(data)
+
+
+@pytest.mark.parametrize(("width", "good"), [(1, True), (3, True), (4, False)])
+def test_source_patch_may_have_the_context_that_tells_its_place(
+    width: int, good: bool, tmp_path: Path
+) -> None:
+    """A patch of Mojo code has at most git's own three lines of context."""
+    for number in (0, 9, 19):
+        diff = made.make_diff(
+            tmp_path / str(number),
+            {"f.mojo": CONTEXT},
+            {"f.mojo": CONTEXT.replace(b"%d\n" % number, b"x\n", 1)},
+            f"-U{width}",
+            "--full-index",
+        )
+        data = made.make_patch("x", diff, Touches_Mojo="nn")
+        if good:
+            Patch.parse("it", data)
+        else:
+            assert "expected 3 lines of context" in faults_of(data)
 
 
 def test_context_is_counted_by_lines_as_git_does(tmp_path: Path) -> None:

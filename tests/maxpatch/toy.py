@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import pytest
+
 from maxpatch.build import Project
 from maxpatch.release import host_platform, host_python
 
@@ -29,7 +31,10 @@ FOREIGN = "linux-aarch64" if PLATFORM != "linux-aarch64" else "linux-x86_64"
 """A platform whose wheel can be built but not installed here."""
 
 MOJO_COMPILER = "9.9"
-SCRATCH = {"downloads", "locks", "reports"}
+COMPILER_BUILD = "c0" * 32
+"""What the toy compiler writes into the head of each package."""
+
+SCRATCH = {"downloads", "locks", "mojo", "reports"}
 """What may stay in build/work after a build."""
 
 _SYSTEM_TAGS = {"linux": "manylinux_2_17", "macos": "macosx_11_0"}
@@ -189,6 +194,115 @@ def write_max(folder: Path, version: str, platform: str) -> Path:
     return write_wheel(path, max_members(version, platform))
 
 
+KERNELS = "max/kernels/src/"
+MOJO = {
+    f"{KERNELS}base/__init__.mojo": b"comptime K = 1\n\n\n"
+    b"def one() -> Int:\n    return 1\n",
+    f"{KERNELS}nn/__init__.mojo": b"from base import one\nfrom .x import f\n",
+    f"{KERNELS}nn/x.mojo": b"def f():\n    pass\n",
+    f"{KERNELS}top/__init__.mojo": b"from nn import f\n",
+}
+"""The sources of the toy release's Mojo packages."""
+
+_COMPILER = """
+#!/usr/bin/env python3
+# Like mojo: `--version`, and `precompile --disable-warnings PACKAGE -o FILE`.
+import os, pathlib, re, sys
+
+if sys.argv[1] == "--version":
+    print("Mojo VERSION (00000000)")
+    sys.exit()
+_, _, package, _, output = sys.argv[1:]
+path = pathlib.Path(os.environ["MODULAR_MOJO_MAX_IMPORT_PATH"])
+library = "BUILD " + package
+# A package that was written needs what it imports.
+known = {f.stem: f.read_text().split()[1:] for f in path.glob("*.mojoc")}
+errors = []
+
+
+def load(name, place):
+    if name not in known:
+        errors.append(f"{place}: error: unable to locate module '{name}'")
+    for other in known.get(name, [name])[1:]:
+        if other.startswith("+"):
+            load(other[1:], place)
+
+
+for file in sorted(pathlib.Path(package).rglob("*.mojo")):
+    for number, line in enumerate(file.read_text().splitlines(), 1):
+        place = f"{file}:{number}:1"
+        if "???" in line:
+            errors.append(f"{place}: error: use of unknown declaration '???'")
+        found = re.match(r"(?:from|import) (\\w+)", line)
+        if found and found[1] != package:
+            load(found[1], place)
+            library += " +" + found[1]
+        library += " " + line.replace(" ", "_")
+if errors:
+    sys.exit("\\n".join([*errors, "mojo: error: failed to parse"]))
+pathlib.Path(output).write_text(library)
+"""
+
+
+def compiler_script(version: str, build: str) -> bytes:
+    """Returns a program that stands for the Mojo compiler."""
+    text = _COMPILER.lstrip().replace("VERSION", version)
+    return text.replace("BUILD", build).encode()
+
+
+def write_compiler(
+    folder: Path, version: str = MOJO_COMPILER, build: str = COMPILER_BUILD
+) -> Path:
+    """Writes a toy wheel of ``mojo-compiler``."""
+    stem = f"mojo_compiler-{MOJO_COMPILER}"
+    members = [
+        Member("modular/bin/mojo", compiler_script(version, build), 0o100755),
+        Member("modular/lib/mojo/std.mojoc", f"{build} std".encode()),
+        Member(
+            f"{stem}.dist-info/WHEEL",
+            b"Wheel-Version: 1.0\nGenerator: toy 1.0\n"
+            b"Root-Is-Purelib: true\nTag: py3-none-any\n",
+        ),
+        Member(
+            f"{stem}.dist-info/METADATA",
+            b"Metadata-Version: 2.1\nName: mojo-compiler\n"
+            b"Version: " + MOJO_COMPILER.encode() + b"\n",
+        ),
+    ]
+    folder.mkdir(parents=True, exist_ok=True)
+    return write_wheel(folder / f"{stem}-py3-none-any.whl", members)
+
+
+def write_libraries(folder: Path, version: str) -> Path:
+    """Writes a toy wheel of compiled Mojo packages."""
+    stem = f"max_mojo_libs-{version}"
+    there = {
+        "base": "base",
+        "nn": "nn +base",
+        "top": "top +nn",
+    }
+    members = [
+        *(
+            Member(
+                f"{stem}.data/platlib/modular/lib/mojo/{name}.mojoc",
+                f"{COMPILER_BUILD} {text} released".encode(),
+            )
+            for name, text in there.items()
+        ),
+        Member(
+            f"{stem}.dist-info/WHEEL",
+            b"Wheel-Version: 1.0\nGenerator: toy 1.0\n"
+            b"Root-Is-Purelib: true\nTag: py3-none-any\n",
+        ),
+        Member(
+            f"{stem}.dist-info/METADATA",
+            b"Metadata-Version: 2.1\nName: max-mojo-libs\n"
+            b"Version: " + version.encode() + b"\n",
+        ),
+    ]
+    return write_wheel(folder / f"{stem}-py3-none-any.whl", members)
+
+
 def git(folder: Path, *words: str, stdin: bytes = b"") -> bytes:
     """Runs git as a user without any configuration would."""
     return subprocess.run(
@@ -321,7 +435,7 @@ _EDITS: list[tuple[str, dict[str, bytes], dict[str, bytes], dict[str, str]]] = [
     ),
     (
         "kernel",
-        {"../kernels/src/nn/x.mojo": b"def f():\n    pass\n"},
+        {"../kernels/src/nn/x.mojo": MOJO[f"{KERNELS}nn/x.mojo"]},
         {"../kernels/src/nn/x.mojo": b"def f():\n    return\n"},
         {"Touches-Mojo": "nn"},
     ),
@@ -350,6 +464,11 @@ def _in_source(tree: Mapping[str, bytes]) -> dict[str, bytes]:
     }
 
 
+def _pin(path: Path) -> str:
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    return f'"{path.name}" = "{digest}"'
+
+
 def write_project(root: Path, scratch: Path) -> None:
     """Writes a project that patches the toy releases 1.0 and 2.0.
 
@@ -369,16 +488,16 @@ def write_project(root: Path, scratch: Path) -> None:
     rows = ['default = "1.0"']
     for version in ("1.0", "2.0"):
         wheels = [write_max(downloads, version, p) for p in (PLATFORM, FOREIGN)]
+        libraries = write_libraries(downloads, version)
         rows += [
             f'[release."{version}"]',
             f'mojo-compiler = "{MOJO_COMPILER}"',
             f'upstream-tag = "v{version}"',
             f"redistributable = {'true' if version == '1.0' else 'false'}",
             f'[release."{version}".wheels]',
-            *(
-                f'"{w.name}" = "{hashlib.sha256(w.read_bytes()).hexdigest()}"'
-                for w in wheels
-            ),
+            *map(_pin, wheels),
+            f'[release."{version}".mojo-libs]',
+            _pin(libraries),
         ]
     write_tree(
         root,
@@ -475,9 +594,32 @@ class Toy:
         name = f"max-{version}-{tag(platform)}.whl"
         return self.root / "build/work/downloads" / name
 
+    def base_libraries(self, version: str = "1.0") -> Path:
+        """Returns the path of a release's wheel of Mojo packages."""
+        name = f"max_mojo_libs-{version}-py3-none-any.whl"
+        return self.root / "build/work/downloads" / name
+
     def built(self) -> list[Path]:
         """Returns the wheels that were built, newest version last."""
         return sorted(self.dist.glob("max-*+attnquant*.whl"))
+
+    def built_libraries(self) -> list[Path]:
+        """Returns the wheels of Mojo packages that were built."""
+        return sorted(self.dist.glob("max_mojo_libs-*+attnquant*.whl"))
+
+    @property
+    def source(self) -> Path:
+        """Where its source checkout is put."""
+        return self.root / "source"
+
+    def write_source(self, version: str = "1.0") -> None:
+        """Writes a release's Python and Mojo files as a source checkout."""
+        python = {
+            f"{PYTHON_ROOT}{member.name}": member.data
+            for member in max_members(version, FOREIGN)
+            if member.name.startswith("max/")
+        }
+        write_tree(self.source, {**python, **MOJO})
 
     def inputs(self) -> dict[str, tuple[int, bytes]]:
         """Returns everything that a build may not change."""
@@ -503,6 +645,20 @@ class Toy:
             shutil.copytree(self.template / name, self.root / name)
         for name in ("pyproject.toml", "build/releases.toml"):
             shutil.copyfile(self.template / name, self.root / name)
+
+
+def give_source(
+    toy: Toy,
+    monkeypatch: pytest.MonkeyPatch,
+    version: str = MOJO_COMPILER,
+    build: str = COMPILER_BUILD,
+) -> None:
+    """Writes a source checkout of 1.0, and a Mojo compiler that uv finds."""
+    toy.write_source()
+    compilers = toy.root.parent / "compilers"
+    write_compiler(compilers, version, build)
+    monkeypatch.setenv("UV_FIND_LINKS", str(compilers))
+    monkeypatch.setenv("UV_OFFLINE", "1")
 
 
 def rewrite(

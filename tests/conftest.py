@@ -14,7 +14,7 @@ import pytest
 from maxpatch.build import Project, Request, build
 from maxpatch.verify import PYTHON_VARIABLE, find_python, install
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="session")
