@@ -166,13 +166,15 @@ def serve(
     command = [
         *(arm.python, "-m", "max._entrypoints.pipelines", "serve"),
         *("--model", str(model), "--served-model-name", "model"),
-        *("--host", "127.0.0.1", "--port", str(port)),
+        *("--port", str(port)),
         *flags,
         *arm.flags,
     ]
     environment = arm.environment(
         {
             "HF_HUB_OFFLINE": "1",
+            # 26.5 has no --host.
+            "MAX_SERVE_HOST": "127.0.0.1",
             "MAX_SERVE_DISABLE_TELEMETRY": "1",
             "MAX_SERVE_METRICS_ENDPOINT_PORT": str(metrics_port),
             **(env or {}),

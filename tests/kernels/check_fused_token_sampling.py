@@ -180,7 +180,7 @@ def compare(
     """Counts the cases, the unequal tokens, and those never to be drawn.
 
     A token that a case must not draw is looked for where MAX samples from the
-    k largest alone: on a CPU, and on a GPU for k below 32.
+    k largest alone: on a CPU, and on a GPU for k below 10.
     """
     on_host = builtin.device.is_host
     draws, distinct, unequal, foreign = 0, set(), [], []
