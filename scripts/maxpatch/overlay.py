@@ -34,14 +34,17 @@ class OverlayPackage:
     files: Mapping[str, bytes]
     """Content by wheel member, ``max/...``."""
 
+    because: str = ""
+    """Why other releases do not get it."""
+
     def state(self, release: Version) -> tuple[State, str]:
         """Returns what a build for a release does with it, and why."""
         if covers(self.applies_to, release):
             return State.APPLIED, self.summary
-        return (
-            State.NOT_FOR_RELEASE,
-            f"applies-to {self.applies_to} excludes {release}",
-        )
+        reason = f"applies-to {self.applies_to} excludes {release}"
+        if self.because:
+            reason += f": {self.because}"
+        return State.NOT_FOR_RELEASE, reason
 
 
 def load(root: Path) -> list[OverlayPackage]:
@@ -107,9 +110,9 @@ def _package(
     manifest = folder / MANIFEST
     try:
         table = tomllib.loads(manifest.read_text())
-        if unknown := table.keys() - {"applies-to", "summary"}:
+        if unknown := table.keys() - {"applies-to", "summary", "because"}:
             raise ValueError(f"unknown keys {sorted(unknown)}")
-        for key in ("applies-to", "summary"):
+        for key in {"applies-to", "summary", *table}:
             if not isinstance(table[key], str):
                 raise ValueError(f"{key} is not a string")
         return OverlayPackage(
@@ -117,6 +120,7 @@ def _package(
             summary=table["summary"],
             applies_to=SpecifierSet(table["applies-to"]),
             files=files,
+            because=table.get("because", ""),
         )
     except (InvalidSpecifier, KeyError, ValueError) as error:
         raise OverlayError(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,8 @@ def test_package_has_a_state_for_each_release(toy: Toy) -> None:
     state, reason = package.state(Version("2.0"))
     assert state is State.NOT_FOR_RELEASE
     assert reason == "applies-to <2,>=1.0 excludes 2.0"
+    why = replace(package, because="2.0 has it")
+    assert why.state(Version("2.0"))[1] == f"{reason}: 2.0 has it"
 
 
 def test_every_covered_file_is_listed(tmp_path: Path) -> None:

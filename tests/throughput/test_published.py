@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from tests.kernels.report import no_wait, small_k
+
 from throughput.capture_equality import judge
 from throughput.report import render
 
@@ -28,3 +30,20 @@ def test_equality_is_that_of_the_recorded_run() -> None:
     passed, text = judge(json.loads(recorded.read_text()))
     assert passed
     assert text.strip() in (DOCS / "throughput.md").read_text()
+
+
+def test_sampling_figures_are_those_of_the_recorded_runs() -> None:
+    """No check failed, and every row stands in the page, to the letter."""
+    page = (DOCS / "sampling.md").read_text()
+    recorded = {
+        name: json.loads((DOCS / "results" / f"{name}-h200.json").read_text())
+        for name in ("small-k-sampling", "fused-token-sampling")
+    }
+    assert recorded["small-k-sampling"]["failures"] == []
+    tokens = recorded["fused-token-sampling"]["tokens"]
+    assert tokens["unequal"] == tokens["not_allowed"] == []
+    text = small_k(recorded["small-k-sampling"])
+    text += "\n" + no_wait(recorded["fused-token-sampling"])
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    assert len(rows) > 50
+    assert [row for row in rows if row not in page] == []
