@@ -75,11 +75,15 @@ def probe(run: Run, what: str, **settings: str) -> dict[str, list[Any]]:
 
 
 def test_every_graph_takes_the_library(run: Run, overlay: Path) -> None:
-    """Graph, sampler and group get the one library, with no extension named."""
+    """Graph, sampler and group get every library, with none named."""
+    folders = {init.parent.name for init in overlay.parent.glob("*/*.mojo")}
     taken = probe(run, "paths")
-    [library] = taken["default"]
-    assert Path(library).name == "overlay_toy.mojoc"
-    assert taken == {name: [library] for name in taken}
+    assert "overlay_toy" in folders
+    assert {Path(library).stem for library in taken["default"]} == folders
+    every = sorted(taken["default"])
+    assert {name: sorted(paths) for name, paths in taken.items()} == (
+        dict.fromkeys(taken, every)
+    )
 
 
 def test_switched_off(run: Run, overlay: Path) -> None:
