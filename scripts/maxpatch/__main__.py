@@ -11,9 +11,11 @@ import io
 import json
 import os
 import shlex
+import signal
 import sys
 import tempfile
 from pathlib import Path
+from types import FrameType
 
 from .build import (
     Project,
@@ -39,6 +41,7 @@ def main(words: list[str] | None = None, root: Path = ROOT) -> int:
     arguments = parser.parse_args(words)
     if vars(arguments).get("inexact") and not arguments.source:
         parser.error("--inexact says something of --source, which is missing")
+    before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         return int(arguments.run(arguments, Project(root)))
     except MaxPatchError as error:
@@ -57,6 +60,13 @@ def main(words: list[str] | None = None, root: Path = ROOT) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _interrupt(_: int, __: FrameType | None) -> None:
+    """Lets a killed build clean up as an interrupted one does."""
+    raise KeyboardInterrupt
 
 
 def _parser() -> argparse.ArgumentParser:

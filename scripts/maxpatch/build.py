@@ -107,7 +107,7 @@ class Request:
 
 @dataclass(slots=True)
 class Steps:
-    """Names the step in progress and keeps the seconds of each."""
+    """Names the step in progress and adds up the seconds of each name."""
 
     announce: Callable[[str], None]
     seconds: dict[str, float] = field(default_factory=dict)
@@ -118,7 +118,8 @@ class Steps:
         self.announce(f"{name:<8}{detail}")
         start = time.perf_counter()
         yield
-        self.seconds[name] = round(time.perf_counter() - start, 3)
+        seconds = self.seconds.get(name, 0.0) + time.perf_counter() - start
+        self.seconds[name] = round(seconds, 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +229,16 @@ def build(
         inputs = Inputs.resolve(project, request)
     built = request.output / inputs.filename
     recorded = project.work / "reports" / f"{inputs.filename}.json"
-    for folder in (request.output, project.work, recorded.parent):
+    scratch = project.work / inputs.pin.filename.removesuffix(".whl")
+    for folder in (request.output, request.source):
+        if folder and folder.resolve().is_relative_to(scratch.resolve()):
+            raise OutputError(
+                f"{folder} is in {scratch}, which every build replaces",
+                hint="name a folder elsewhere; copy there what is to be kept",
+            )
+    needed = [request.output, project.work, recorded.parent]
+    needed += [project.work / "mojo"] if request.source else []
+    for folder in needed:
         check_writable(folder)
     with _locked(project.work / "locks" / f"{inputs.pin.filename}.lock"):
         with steps.step("reuse", f"look for {inputs.filename}"):
@@ -241,13 +251,17 @@ def build(
                 "reused": True,
                 "seconds": steps.seconds,
             }
-        scratch = project.work / inputs.pin.filename.removesuffix(".whl")
         with _scratch(scratch, keep=request.keep):
             tree = None
             if request.source is not None:
                 with steps.step("source", f"check and patch {request.source}"):
                     tree, inputs = _patch_source(
                         project, request, inputs, scratch / "source"
+                    )
+                if tree is None:
+                    announce(
+                        "no selected patch changes Mojo code: nothing is "
+                        f"rebuilt from {request.source}"
                     )
             packed = [
                 Packed(
@@ -257,7 +271,7 @@ def build(
                 )
             ]
             libraries = None
-            if tree is not None and inputs.mojo_patches:
+            if tree is not None:
                 libraries = pack_libraries(
                     project, request, inputs, steps, scratch, tree
                 )
@@ -285,27 +299,29 @@ def build(
         if request.keep:
             announce(f"kept    {scratch}")
         report = _report(
-            inputs, request.output, packed, libraries, verification, steps
+            request, inputs, packed, libraries, verification, steps
         )
-        if libraries is None:
+        if request.source is None:
             write_json(recorded, report)
     return report
 
 
 def _patch_source(
     project: Project, request: Request, inputs: Inputs, folder: Path
-) -> tuple[mojo.Tree, Inputs]:
+) -> tuple[mojo.Tree | None, Inputs]:
     """Checks a source checkout and applies the patches of Mojo code.
 
     Returns:
-        The patched tree, and the inputs without what it has already.
+        The patched tree, if there are such patches, and the inputs without
+        those that it has already.
     """
     assert request.source is not None
     base = fetch(inputs.pin, project.cache, offline=request.offline)
-    if not request.inexact:
-        paths = {t.path for p in inputs.patches for t in p.targets}
-        with wheel.Wheel(base) as opened:
-            check_source(request.source, opened, paths)
+    paths = {t.path for p in inputs.patches for t in p.targets}
+    with wheel.Wheel(base) as opened:
+        check_source(request.source, opened, paths, inexact=request.inexact)
+    if not inputs.mojo_patches:
+        return None, inputs
     patched = apply_source(request.source, inputs.mojo_patches, folder)
     selections = [
         replace(chosen, state=State.LANDED, reason=patched.landed[name])
@@ -466,6 +482,8 @@ def pack_libraries(
 ) -> Libraries:
     """Rebuilds the Mojo packages that patches change, and packs them.
 
+    Also those of patches that the source has and the release has not.
+
     Args:
         project: Where series, overlay and releases are.
         request: What to build.
@@ -557,8 +575,8 @@ def _terms(project: Project, inputs: Inputs) -> dict[str, bytes]:
 
 
 def _report(
+    request: Request,
     inputs: Inputs,
-    output: Path,
     packed: list[Packed],
     libraries: Libraries | None,
     verification: Verification,
@@ -567,6 +585,8 @@ def _report(
     built = libraries.built if libraries else []
     return {
         "release": str(inputs.release.version),
+        "source": str(request.source) if request.source else None,
+        "inexact": request.inexact,
         "reused": False,
         "wheels": [
             {
@@ -576,13 +596,15 @@ def _report(
                 "version": ours.version,
             }
             for ours in packed
-            if (path := output / ours.path.name)
+            if (path := request.output / ours.path.name)
         ],
         **_states(inputs),
         "mojo": [
             {
                 "package": one.step.package.name,
                 "reason": one.step.reason,
+                "compiler": inputs.release.mojo_compiler,
+                "sources": one.step.package.digest,
                 "cached": one.cached,
                 "seconds": round(one.seconds, 3),
             }

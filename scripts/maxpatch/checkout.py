@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import shlex
 import shutil
+import stat
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from .errors import ConflictError, ProcessError, SourceError
@@ -24,6 +25,8 @@ from .series import PYTHON_ROOT, Patch, Target
 from .wheel import Wheel
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+_CRLF = "its lines end in CRLF (core.autocrlf)"
+_CRLF_HINT = "clone it anew with `git clone -c core.autocrlf=false`"
 
 
 def source_path(member: str) -> str:
@@ -292,6 +295,12 @@ class SourceTree:
     landed: Mapping[str, str]
     """By patch that the checkout has already, the reason to leave it out."""
 
+    before: Mapping[str, bytes | None] = field(default_factory=dict)
+    """What those patches change, by path, as it was before them.
+
+    None for a file that they add; empty where it can't be told.
+    """
+
 
 def apply_source(
     source: Path, patches: Sequence[Patch], folder: Path
@@ -321,16 +330,17 @@ def apply_source(
     try:
         checkout = Checkout(folder, base)
         checkout.copy_in(files)
-        landed = {
-            patch.name: "the source has it already"
-            for patch in patches
-            if not checkout.place(patch)
-        }
+        landed = [patch for patch in patches if not checkout.place(patch)]
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
     paths = sorted({t.path for patch in patches for t in patch.targets})
     content = {path: checkout.content(path) for path in paths}
+    before: dict[str, bytes | None] = {}
+    for patch in reversed(landed):
+        for target in patch.targets:
+            data = before.get(target.path, files.get(target.path))
+            before[target.path] = _without(patch, target, data)
     return SourceTree(
         files={
             path: checkout.folder / path
@@ -338,8 +348,29 @@ def apply_source(
             if data is not None and data != files.get(path)
         },
         removed=frozenset(path for path in files if content[path] is None),
-        landed=landed,
+        landed={
+            patch.name: "the source has it already; "
+            + " and ".join(patch.mojo_packages)
+            + (" is" if len(patch.mojo_packages) == 1 else " are")
+            + " rebuilt from it"
+            for patch in landed
+        },
+        before=before,
     )
+
+
+def _without(patch: Patch, target: Target, data: bytes | None) -> bytes | None:
+    """Returns a file that has a patch as it was before; empty if unknown."""
+    if target.before == NO_BLOB:
+        return None
+    lines = lines_of(data or b"")
+    places = [
+        find(replace(hunk, old=hunk.new, new=hunk.old), lines)
+        for hunk in hunks_of(patch.data)[target.path]
+    ]
+    if not all(at.is_open for at in places):
+        return b""
+    return b"".join(replaced(places, lines))
 
 
 def _read(source: Path, patch: Patch, target: Target) -> bytes | None:
@@ -357,7 +388,10 @@ def _read(source: Path, patch: Patch, target: Target) -> bytes | None:
             f"leads to {path.resolve()}",
             hint="copy the file to its place",
         )
-    if not path.exists():
+    try:
+        is_file = stat.S_ISREG(path.stat().st_mode)
+        data = path.read_bytes() if is_file else b""
+    except (FileNotFoundError, NotADirectoryError):
         if NO_BLOB in (target.before, target.after):
             return None
         name = shlex.quote(target.path)
@@ -367,20 +401,32 @@ def _read(source: Path, patch: Patch, target: Target) -> bytes | None:
             "with it",
             hint=f"{git} sparse-checkout add {folder} (if it is a sparse "
             f"one), or {git} checkout HEAD -- {name}",
-        )
-    if not path.is_file():
+        ) from None
+    except OSError as error:
+        raise SourceError(
+            f"{where} cannot be read: {error.strerror}"
+        ) from error
+    if not is_file:
         raise SourceError(f"{where} is not a file: expected a file there")
-    data = path.read_bytes()
     if data.startswith(_LFS_POINTER):
         raise SourceError(
             f"{where} is a Git LFS pointer: expected the file that it names",
             hint=f"{git} lfs pull --include {shlex.quote(target.path)}",
         )
+    ends = data.count(b"\r\n")
+    if ends and ends == data.count(b"\n") and b"\r\n" not in patch.data:
+        raise SourceError(
+            f"{where} is not as in modular/modular: {_CRLF}", hint=_CRLF_HINT
+        )
     return data
 
 
 def check_source(
-    source: Path, wheel: Wheel, patched: Collection[str] = ()
+    source: Path,
+    wheel: Wheel,
+    patched: Collection[str] = (),
+    *,
+    inexact: bool = False,
 ) -> None:
     """Checks that a source checkout is that of a release, by its Python files.
 
@@ -392,19 +438,23 @@ def check_source(
         wheel: The release's wheel.
         patched: The source paths that patches change; what the wheel has of
             them, the checkout must have.
+        inexact: Whether any MAX checkout will do, also one without Python.
 
     Raises:
         SourceError: It is no MAX checkout, or its files differ from the
             wheel's.
     """
-    root = source / PYTHON_ROOT / wheel.name
-    if not root.is_dir():
+    root = "max/kernels" if inexact else f"{PYTHON_ROOT}{wheel.name}"
+    if not (source / root).is_dir():
         raise SourceError(
             f"{source} is not a MAX source checkout: expected the folder "
-            f"{PYTHON_ROOT}{wheel.name} in it"
+            f"{root} in it",
+            hint="name the top folder of a clone of modular/modular",
         )
+    if inexact:
+        return
     shared = differing = 0
-    first = ""
+    first = ends = ""
     for info in wheel.infos:
         path = source_path(info.filename)
         is_there = (source / path).is_file()
@@ -415,15 +465,22 @@ def check_source(
             )
         if info.filename.endswith(".py") and is_there:
             shared += 1
-            if (source / path).read_bytes() != wheel.read(info.filename):
+            data = (source / path).read_bytes()
+            released = wheel.read(info.filename)
+            if data != released:
                 differing += 1
                 first = first or info.filename
+                if data.replace(b"\r\n", b"\n") == released:
+                    ends = f"; {_CRLF}"
     if differing or not shared:
         raise SourceError(
             f"{source} is not the source of {wheel.path.name}: expected its "
             f"Python files, found {differing} of {shared} different"
-            + (f", {first} the first" if first else ""),
-            hint="check out the release's tag (upstream-tag in "
+            + (f", {first} the first" if first else "")
+            + ends,
+            hint=_CRLF_HINT
+            if ends
+            else "check out the release's tag (upstream-tag in "
             "build/releases.toml), without local changes",
         )
 

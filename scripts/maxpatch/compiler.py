@@ -18,9 +18,12 @@ package's name; and the path is a relative one, of a folder that goes.
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import re
+import shlex
+import shutil
 import sys
 import tempfile
 import textwrap
@@ -33,9 +36,9 @@ from time import perf_counter
 
 from uv import find_uv_bin
 
-from .errors import CompileError, ProcessError
+from .errors import CompileError, MaxPatchError, ProcessError
 from .mojo import INIT, Package, Step, sha256
-from .process import run
+from .process import install_hint, kill_running, run
 from .release import Release
 from .series import Patch
 from .wheel import Wheel
@@ -69,22 +72,28 @@ class Compiler:
             folder: The folder that it was installed in.
 
         Raises:
-            CompileError: It isn't that version.
+            CompileError: It isn't that version, or isn't whole.
         """
         self.version = version
         self._root = folder / "modular"
+        hint = f"delete {shlex.quote(str(folder))} and run again"
+        if damaged := _damaged(folder):
+            raise CompileError(
+                f"the compiler in {folder} is damaged: expected {damaged} as "
+                "it was installed",
+                hint=hint,
+            )
         try:
             found = self.run("--version").split()[1]
-        except (ProcessError, IndexError) as error:
+        except (MaxPatchError, IndexError) as error:
             raise CompileError(
-                f"the compiler in {folder} does not run: {error}",
-                hint=f"delete {folder} and run again",
+                f"the compiler in {folder} does not run: {error}", hint=hint
             ) from error
         if found != version:
             raise CompileError(
                 f"wrong compiler in {folder}: expected Mojo {version}, "
                 f"found {found}",
-                hint=f"delete {folder} and run again",
+                hint=hint,
             )
 
     @classmethod
@@ -115,10 +124,7 @@ class Compiler:
                 raise CompileError(
                     f"cannot install mojo-compiler {version}:\n"
                     + textwrap.indent(error.output.strip(), "  "),
-                    hint="with --offline, it must be in uv's cache"
-                    if offline
-                    else "check the network and uv's index settings "
-                    "(UV_DEFAULT_INDEX); pip's do not hold for uv",
+                    hint=install_hint(error.output, offline=offline),
                 ) from error
             _keep(part, folder)
         return cls(version, folder)
@@ -262,10 +268,15 @@ class Workshop:
         self._origin = origin
         self._released = kept / f"base-{digest[:16]}"
         kept.mkdir(parents=True, exist_ok=True)
-        if not self._released.is_dir():
+        released = {
+            f"{name}{_SUFFIX}": base.read(member)
+            for name, member in members(base).items()
+        }
+        if not _is_kept(self._released, released):
+            shutil.rmtree(self._released, ignore_errors=True)
             part = self._fresh()
-            for name, member in members(base).items():
-                (part / f"{name}{_SUFFIX}").write_bytes(base.read(member))
+            for name, data in released.items():
+                (part / name).write_bytes(data)
             _keep(part, self._released)
         self._check_compiler()
 
@@ -360,8 +371,12 @@ class Workshop:
                     name = running.pop(future)
                     done[name] = future.result()
                     order.done(name)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            kill_running()
+            raise
         finally:
-            pool.shutdown(cancel_futures=True)
+            pool.shutdown()
         return {name: done[name] for name in todo}
 
     def _make(
@@ -382,8 +397,8 @@ class Workshop:
         key = sha256(json.dumps(inputs, sort_keys=True).encode())[:32]
         kept = self._kept / key
         file = kept / f"{name}{_SUFFIX}"
-        if cached := kept.is_dir():
-            return Built(step, file, cached, 0.0)
+        if _is_true(file):
+            return Built(step, file, True, 0.0)
         folder = self._fresh()
         for path, data in step.package.sources.items():
             target = folder / name / path
@@ -398,8 +413,13 @@ class Workshop:
         part = folder / "kept"
         part.mkdir()
         written.rename(part / file.name)
-        _keep(part, kept)
-        return Built(step, file, cached, perf_counter() - start)
+        _digest_of(part / file.name).write_text(
+            sha256((part / file.name).read_bytes())
+        )
+        if not _is_true(file):
+            shutil.rmtree(kept, ignore_errors=True)
+            _keep(part, kept)
+        return Built(step, file, False, perf_counter() - start)
 
     def _explained(self, package: Package, error: ProcessError) -> CompileError:
         """Returns a failed compilation as an error that says whose it is."""
@@ -438,6 +458,43 @@ def members(base: Wheel) -> dict[str, str]:
         for info in base.infos
         if info.filename.endswith(_SUFFIX)
     }
+
+
+def _digest_of(file: Path) -> Path:
+    """Returns where a compiled package's SHA-256 is kept."""
+    return file.with_suffix(".sha256")
+
+
+def _is_true(file: Path) -> bool:
+    """Whether a compiled package is there as it was kept."""
+    try:
+        return sha256(file.read_bytes()) == _digest_of(file).read_text()
+    except OSError:  # not there, or not to be read: compile anew
+        return False
+
+
+def _is_kept(folder: Path, files: Mapping[str, bytes]) -> bool:
+    """Whether a folder has some files, and no others."""
+    there = {path.name: path for path in folder.glob("*")}
+    return there.keys() == files.keys() and all(
+        there[name].read_bytes() == data for name, data in files.items()
+    )
+
+
+def _damaged(folder: Path) -> str:
+    """Returns an installed file that is gone or of another size, or "".
+
+    The sizes are those of each distribution's RECORD.
+    """
+    for record in folder.glob("*.dist-info/RECORD"):
+        with record.open(newline="") as opened:
+            for path, *_, size in filter(None, csv.reader(opened)):
+                file = folder / path
+                if size and not (
+                    file.is_file() and str(file.stat().st_size) == size
+                ):
+                    return path
+    return ""
 
 
 def _keep(part: Path, folder: Path) -> None:

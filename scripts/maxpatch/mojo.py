@@ -23,6 +23,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -254,11 +255,7 @@ class Tree:
         Raises:
             SourceError: A file of it can't be read, or isn't there.
         """
-        root = self.source / folder
-        there = {
-            path.relative_to(self.source).as_posix(): path
-            for path in sorted(root.rglob("*.mojo"))
-        }
+        there = self._files(folder)
         there |= {
             path: file
             for path, file in self.patched.files.items()
@@ -272,8 +269,7 @@ class Tree:
                 sources[path.removeprefix(f"{folder}/")] = file.read_bytes()
             except OSError as error:
                 raise SourceError(
-                    f"{self.source} lacks {path}: {error.strerror}",
-                    hint=_checkout_hint(self.source, folder),
+                    f"{file} cannot be read: {error.strerror}"
                 ) from error
         package = Package(PurePosixPath(folder).name, folder, sources)
         if missing := package.missing():
@@ -284,8 +280,41 @@ class Tree:
             )
         return package
 
+    def _files(self, folder: str) -> dict[str, Path]:
+        """Returns the Mojo files below a package's folder, hidden ones aside.
+
+        Raises:
+            SourceError: A folder can't be read, or a symbolic link is there.
+        """
+
+        def fail(error: OSError) -> None:
+            raise SourceError(
+                f"{error.filename} cannot be read: {error.strerror}"
+            ) from error
+
+        found = {}
+        walk = os.walk(self.source / folder, onerror=fail)
+        for place, folders, files in walk:
+            folders[:] = [name for name in folders if name[0] != "."]
+            mojo = [n for n in files if n.endswith(".mojo") and n[0] != "."]
+            for file in (Path(place, name) for name in [*folders, *mojo]):
+                if file.is_symlink():
+                    raise SourceError(
+                        f"{file} is a symbolic link to {file.readlink()}: "
+                        f"expected the Mojo package {folder} without links",
+                        hint="copy what it leads to to its place",
+                    )
+                if file.is_file():
+                    found[file.relative_to(self.source).as_posix()] = file
+        return found
+
     def before(self, path: str) -> bytes | None:
-        """Returns a file as the checkout has it, or None."""
+        """Returns a file as the release's packages were made from it, or None.
+
+        That is as the checkout has it, without the patches that are in it.
+        """
+        if path in self.patched.before:
+            return self.patched.before[path]
         file = self.source / path
         return file.read_bytes() if file.is_file() else None
 
@@ -293,17 +322,18 @@ class Tree:
         """Returns a file as the patches leave it, or None."""
         if path in self.patched.removed:
             return None
-        file = self.patched.files.get(path)
-        return file.read_bytes() if file else self.before(path)
+        file = self.patched.files.get(path, self.source / path)
+        return file.read_bytes() if file.is_file() else None
 
     def _is_there(self, path: str) -> bool:
         return path in self.patched.files or (self.source / path).is_file()
 
 
 def _checkout_hint(source: Path, folder: str) -> str:
+    git = f"git -C {shlex.quote(str(source))}"
     return (
-        f"in a sparse or partial clone: `git -C {source} sparse-checkout add "
-        f"{folder}`, or `git -C {source} checkout HEAD -- {folder}`"
+        f"in a sparse or partial clone: `{git} sparse-checkout add {folder}`, "
+        f"or `{git} checkout HEAD -- {folder}`"
     )
 
 
@@ -331,14 +361,20 @@ def plan(
     reasons: dict[str, str] = {}
     loaded: dict[str, Package] = {}
     copied: set[str] = set()
-    for path in sorted({*tree.patched.files, *tree.patched.removed}):
+    patched = tree.patched
+    for path in sorted({*patched.files, *patched.removed, *patched.before}):
         folder = tree.folder_of(path)
         name = folder and PurePosixPath(folder).name
         if folder is None or name not in installed:
             raise SourceError(
                 f"a patch changes {path}, which is in no Mojo package of the "
                 f"release: expected one of {', '.join(sorted(installed))}"
-                + (f", found {name}" if name else "")
+                + (f", found {name}" if name else f", found no {INIT}"),
+                hint=None
+                if name
+                else _checkout_hint(
+                    tree.source, str(PurePosixPath(path).parent)
+                ),
             )
         assert name is not None
         if name not in loaded:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from .errors import MaxPatchError, ProcessError
 
+_running: set[subprocess.Popen[bytes]] = set()
+
 
 def run(
     command: Sequence[str | Path],
@@ -34,21 +36,53 @@ def run(
         MaxPatchError: The program isn't there.
     """
     words = [os.fspath(word) for word in command]
+    pipe = subprocess.PIPE
     try:
-        done = subprocess.run(
-            words, cwd=cwd, env=env, input=stdin, capture_output=True
+        process = subprocess.Popen(
+            words, cwd=cwd, env=env, stdin=pipe, stdout=pipe, stderr=pipe
         )
     except OSError as error:
         raise MaxPatchError(
             f"cannot run `{words[0]}`: {error.strerror}",
             hint=hint or f"install {Path(words[0]).name}",
         ) from error
-    stdout = done.stdout.decode(errors="replace")
-    if done.returncode:
+    _running.add(process)
+    with process:
+        try:
+            stdout, stderr = (
+                data.decode(errors="replace")
+                for data in process.communicate(stdin)
+            )
+        except BaseException:
+            process.kill()
+            raise
+        finally:
+            _running.discard(process)
+    if process.returncode:
         raise ProcessError(
-            shlex.join(words),
-            done.returncode,
-            stdout + done.stderr.decode(errors="replace"),
-            hint=hint,
+            shlex.join(words), process.returncode, stdout + stderr, hint=hint
         )
     return stdout
+
+
+def kill_running() -> None:
+    """Kills the commands that run, those of other threads too."""
+    for process in list(_running):
+        process.kill()
+
+
+def install_hint(output: str, *, offline: bool) -> str:
+    """Returns what the user can do after a failed installation by uv.
+
+    Args:
+        output: What uv printed.
+        offline: Whether only uv's cache could be used.
+    """
+    if "No space left on device" in output:
+        return "make room on the disk and run again"
+    if offline:
+        return "with --offline, it and what it depends on must be in uv's cache"
+    return (
+        "check the network and uv's index settings (UV_DEFAULT_INDEX); "
+        "pip's do not hold for uv"
+    )

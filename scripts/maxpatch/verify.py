@@ -15,7 +15,7 @@ from uv import find_uv_bin
 
 from . import provenance
 from .errors import ProcessError, VerifyError
-from .process import run
+from .process import install_hint, run
 from .release import Release, WheelPin, host_platform, host_python
 from .series import Patch
 from .wheel import Wheel
@@ -116,10 +116,7 @@ def install(
     except ProcessError as error:
         raise VerifyError(
             f"{' with '.join(names)} does not install:\n{error.output.strip()}",
-            hint="with --offline, what it depends on must be in uv's cache"
-            if offline
-            else "check the network and uv's index settings "
-            "(UV_DEFAULT_INDEX); pip's do not hold for uv",
+            hint=install_hint(error.output, offline=offline),
         ) from error
     return python
 

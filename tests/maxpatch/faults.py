@@ -439,7 +439,12 @@ def report_below_a_file(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
 # The source checkout.
 
 
-@fault("is not a MAX source checkout", "max/python/max", options=("--source",))
+@fault(
+    "is not a MAX source checkout",
+    "max/python/max",
+    "hint: name the top folder of a clone",
+    options=("--source",),
+)
 def source_that_is_no_checkout(toy: Toy, _: pytest.MonkeyPatch) -> None:
     source_folder(toy).mkdir()
 
@@ -464,6 +469,38 @@ def source_that_differs(toy: Toy, _: pytest.MonkeyPatch) -> None:
     write_source(toy)
     path = source_folder(toy) / "max/python/max/layers.py"
     path.write_bytes(path.read_bytes() + b"# local change\n")
+
+
+@fault(
+    "is not a MAX source checkout",
+    "expected the folder max/kernels in it",
+    options=("--source", "--inexact", "--release", "2.0"),
+)
+def source_that_is_no_checkout_and_is_not_needed(
+    toy: Toy, _: pytest.MonkeyPatch
+) -> None:
+    toy.edit_patch("kernel", "Applies-To: >=1.0", "Applies-To: >=1.0,<2")
+
+
+@fault(
+    "a patch changes max/kernels/src/nn/x.mojo, which is in no Mojo package",
+    "found no __init__.mojo",
+    "sparse-checkout add max/kernels/src/nn`",
+    options=("--source",),
+)
+def source_without_the_file_that_makes_a_package(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made.give_source(toy, monkeypatch)
+    (toy.source / made.KERNELS / "nn/__init__.mojo").unlink()
+
+
+@fault("cannot write", "mojo is not a folder", options=("--source",))
+def kept_packages_that_cannot_be_written(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made.give_source(toy, monkeypatch)
+    (toy.root / "build/work/mojo").write_text("a file\n")
 
 
 @fault(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -18,7 +19,14 @@ from typing import Any, TypedDict, Unpack
 
 import pytest
 
-from maxpatch.build import Request, build, lay_out, verify_built, write_json
+from maxpatch.build import (
+    Request,
+    Steps,
+    build,
+    lay_out,
+    verify_built,
+    write_json,
+)
 from maxpatch.errors import (
     ConflictError,
     OutputError,
@@ -450,15 +458,89 @@ def test_dependents_are_rebuilt_against_the_new_package(sourced: Toy) -> None:
     assert found["top"] == library("top", "+nn", "from_nn_import_f")
 
 
-def test_patch_that_the_source_has_is_left_out(sourced: Toy) -> None:
-    """What has landed in the checkout makes no wheel, and is said."""
+def test_package_of_a_patch_that_the_source_has_is_rebuilt(
+    sourced: Toy,
+) -> None:
+    """The release lacks what has landed since; the wheel says what it is."""
     toy = sourced
+    run(toy, source=toy.source)
+    (patched,) = toy.built_libraries()
     path = toy.source / made.KERNELS / "nn/x.mojo"
     path.write_bytes(b"def f():\n    return\n")
     report = run(toy, source=toy.source)
     states = {row["name"]: row for row in report["patches"]}
     assert states["kernel"]["state"] == "landed-upstream"
-    assert not toy.built_libraries()
+    assert states["kernel"]["reason"] == (
+        "the source has it already; nn is rebuilt from it"
+    )
+    (row,) = report["mojo"]
+    assert (row["package"], row["cached"]) == ("nn", True)
+    assert row["compiler"] == made.MOJO_COMPILER
+    (ours,) = set(toy.built_libraries()) - {patched}
+    assert libraries(ours) == libraries(patched)
+    table = read(ours)
+    assert (table["patches"], table["mojo"]["sources"]) == (
+        [],
+        {"nn": row["sources"]},
+    )
+    check(ours, toy.base_libraries(), files(ours))
+
+
+def test_source_that_nothing_is_rebuilt_from_is_said(sourced: Toy) -> None:
+    """--source on a release without Mojo patches isn't silently idle."""
+    toy = sourced
+    toy.edit_patch("kernel", "Applies-To: >=1.0", "Applies-To: >=2.0")
+    lines: list[str] = []
+    request = Request(platform=made.FOREIGN, output=toy.dist, source=toy.source)
+    report = build(toy.project, request, lines.append)
+    assert (
+        lines.count(
+            "no selected patch changes Mojo code: nothing is rebuilt from "
+            f"{toy.source}"
+        )
+        == 1
+    )
+    assert (report["mojo"], len(toy.built_libraries())) == ([], 0)
+    assert (report["source"], report["inexact"]) == (str(toy.source), False)
+
+
+def test_report_of_a_source_build_is_not_another_ones(sourced: Toy) -> None:
+    """A build without --source doesn't say that it had one."""
+    toy = sourced
+    toy.edit_patch("kernel", "Applies-To: >=1.0", "Applies-To: >=2.0")
+    run(toy, source=toy.source)
+    for reused in (False, True):
+        report = run(toy)
+        assert (report["source"], report["reused"]) == (None, reused)
+
+
+@pytest.mark.parametrize("what", ["source", "output", "linked source"])
+def test_folder_in_the_scratch_folder_is_refused_before_it_goes(
+    what: str, toy: Toy
+) -> None:
+    """What a build would remove with its scratch folder stays as it is."""
+    scratch = toy.root / "build/work" / toy.base().stem
+    inside = scratch / "source"
+    made.write_tree(inside, made.MOJO)
+    before = made.snapshot(scratch)
+    if what == "linked source":
+        inside = toy.root.parent / "link"
+        inside.symlink_to(scratch / "source")
+    with pytest.raises(OutputError, match="which every build replaces"):
+        if what == "output":
+            run(toy, output=inside)
+        else:
+            run(toy, source=inside, inexact=True)
+    assert made.snapshot(scratch) == before
+
+
+def test_steps_of_one_name_are_added_up() -> None:
+    """Two wheels are packed in two steps: both take their time."""
+    steps = Steps(lambda _: None)
+    for _ in range(2):
+        with steps.step("pack", ""):
+            time.sleep(0.02)
+    assert steps.seconds["pack"] >= 0.04
 
 
 def test_wheel_build_after_a_source_build_is_recognised(sourced: Toy) -> None:
@@ -540,6 +622,46 @@ def test_killed_source_build_is_no_obstacle(place: str, sourced: Toy) -> None:
     assert toy.inputs() == before
     run(toy, source=toy.source)
     assert len(toy.built_libraries()) == 1
+
+
+def test_interrupted_build_takes_the_compiler_with_it(
+    sourced: Toy,
+) -> None:
+    """A signal to the builder alone leaves no compiler, and no scratch."""
+    toy = sourced
+    compilers = toy.root.parent / "compilers"
+    (wheel,) = compilers.iterdir()
+    there = toy.root.parent / "there"
+    made.edit_member(
+        wheel,
+        "/bin/mojo",
+        b"_, _, package",
+        f"part = pathlib.Path({str(there)!r} + '.part')\n"
+        "part.write_text(str(os.getpid()))\n"
+        f"part.rename({str(there)!r})\n"
+        "import time; time.sleep(600)\n"
+        "_, _, package".encode(),
+    )
+    before = toy.inputs()
+    words = ("build", "--platform", made.FOREIGN, "--source", str(toy.source))
+    process = made.start(toy, *words)
+    deadline = time.monotonic() + 120
+    try:
+        while not there.exists():
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        pid = int(there.read_text())
+        process.terminate()
+        _, error = process.communicate(timeout=60)
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert (process.returncode, error) == (130, "interrupted\n")
+    assert toy.inputs() == before
+    assert toy.leftovers() == set()
 
 
 # Killed, and two at once.

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -221,17 +222,34 @@ def test_source_without_python_files_is_refused(toy: Toy, source: Path) -> None:
         check_source(source, wheel)
 
 
-@pytest.mark.parametrize("name", ["absent", "file"])
-def test_source_that_is_no_folder_is_refused(
-    name: str, toy: Toy, tmp_path: Path
+@pytest.mark.parametrize("inexact", [False, True])
+@pytest.mark.parametrize("name", ["absent", "file", "empty"])
+def test_source_that_is_no_checkout_is_refused(
+    name: str, inexact: bool, toy: Toy, tmp_path: Path
 ) -> None:
-    """A path that isn't a folder is no checkout."""
+    """A path without MAX's folders is no checkout, not even an inexact one."""
     (tmp_path / "file").write_bytes(b"")
+    (tmp_path / "empty").mkdir()
     with (
         Wheel(toy.base()) as wheel,
-        pytest.raises(SourceError, match="is not a MAX source checkout"),
+        pytest.raises(SourceError, match="is not a MAX source check") as caught,
     ):
-        check_source(tmp_path / name, wheel)
+        check_source(tmp_path / name, wheel, inexact=inexact)
+    assert caught.value.hint == "name the top folder of a clone of " + (
+        "modular/modular"
+    )
+
+
+def test_line_ends_of_another_system_are_named(toy: Toy, source: Path) -> None:
+    """A checkout with CRLF is told from one of another release."""
+    changed = source / "max/python/max/layers.py"
+    changed.write_bytes(made.TWINS.replace(b"\n", b"\r\n"))
+    with (
+        Wheel(toy.base()) as wheel,
+        pytest.raises(SourceError, match="its lines end in CRLF") as caught,
+    ):
+        check_source(source, wheel)
+    assert caught.value.hint and "core.autocrlf=false" in caught.value.hint
 
 
 # Patches of Mojo code on a source checkout.
@@ -347,7 +365,31 @@ def test_landed_patch_is_recognised(
     shutil.rmtree(sources.scratch)
     again = apply_source(sources.folder, [patch], sources.scratch)
     assert again.files == {}
-    assert again.landed == {"kernel": "the source has it already"}
+    assert again.landed == {
+        "kernel": "the source has it already; nn is rebuilt from it"
+    }
+    assert again.before == base
+
+
+def test_what_landed_files_were_before_is_empty_where_unclear(
+    sources: Sources,
+) -> None:
+    """Only a file that has each hunk once is taken back, patch by patch."""
+    twin = {KERNEL: b"x\n" * 9 + b"a\n1\nb\n" + b"x\n" * 9 + b"a\n2\nb\nx\n"}
+    after = {KERNEL: twin[KERNEL].replace(b"1", b"2")}
+    patch = sources.patch("twin", twin, after)
+    sources.write(after)
+    tree = apply_source(sources.folder, [patch], sources.scratch)
+    assert (set(tree.landed), tree.before) == ({"twin"}, {KERNEL: b""})
+    shutil.rmtree(sources.scratch)
+    later = {**CHANGED, KERNEL: CHANGED[KERNEL].replace(b"# x", b"# y")}
+    patches = [
+        sources.patch("first"),
+        sources.patch("second", CHANGED, later),
+    ]
+    sources.write(later)
+    tree = apply_source(sources.folder, patches, sources.scratch)
+    assert tree.before == SOURCE
 
 
 def test_half_landed_patch_is_refused(sources: Sources) -> None:
@@ -444,6 +486,16 @@ def folder(sources: Sources) -> None:
     (sources.folder / KERNEL).mkdir()
 
 
+def pipe(sources: Sources) -> None:
+    (sources.folder / KERNEL).unlink()
+    os.mkfifo(sources.folder / KERNEL)
+
+
+def windows(sources: Sources) -> None:
+    path = sources.folder / KERNEL
+    path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+
+
 @pytest.mark.parametrize(
     ("spoil", "message", "hint"),
     [
@@ -452,6 +504,8 @@ def folder(sources: Sources) -> None:
         (folder_link, "a symbolic link leads to", "copy the file"),
         (pointer, "is a Git LFS pointer", f"lfs pull --include {KERNEL}"),
         (folder, "is not a file", ""),
+        (pipe, "is not a file", ""),
+        (windows, "its lines end in CRLF", "git clone -c core.autocrlf=false"),
     ],
 )
 def test_source_file_that_cannot_be_read_is_named(
@@ -467,6 +521,26 @@ def test_source_file_that_cannot_be_read_is_named(
     assert ", which kernel changes," in str(error)
     assert message in str(error)
     assert hint in (error.hint or "")
+
+
+def test_denied_source_file_is_no_sparse_clone(
+    sources: Sources, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that can't be read is named with its patch, and the reason."""
+    patch = sources.patch()
+
+    def deny(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    # The tests may run as root, whom no mode stops.
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_bytes", deny)
+        with pytest.raises(SourceError) as caught:
+            apply_source(sources.folder, [patch], sources.scratch)
+    assert ", which kernel changes, cannot be read: Permission denied" in str(
+        caught.value
+    )
+    assert caught.value.hint is None
 
 
 @pytest.mark.parametrize("kind", [as_clone, as_worktree])

@@ -16,8 +16,8 @@ from tests.maxpatch.toy import Toy
 
 def command(toy: Toy, options: tuple[str, ...]) -> list[str]:
     """Returns the words of a build that isn't installed here."""
-    if options == ("--source",):
-        options = ("--source", str(source_folder(toy)))
+    if options[:1] == ("--source",):
+        options = ("--source", str(source_folder(toy)), *options[1:])
     return ["build", "--platform", made.FOREIGN, *options]
 
 

@@ -145,8 +145,8 @@ def test_relative_paths_are_the_callers(
     report = json.loads((tmp_path / "r/report.json").read_text())
     assert report["wheels"][0]["path"] == str(wheel)
     assert set(report) == {
-        *("release", "reused", "wheels", "patches", "overlay"),
-        *("mojo", "verification", "seconds"),
+        *("release", "source", "inexact", "reused", "wheels", "patches"),
+        *("overlay", "mojo", "verification", "seconds"),
     }
     assert {row["state"] for row in report["patches"]} == {
         *("applied", "not-for-this-release", "source-only"),

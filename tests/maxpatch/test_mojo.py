@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import shutil
 import threading
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -285,6 +288,92 @@ def test_removed_file_counts_as_interface(tmp_path: Path) -> None:
     }
 
 
+def test_landed_patch_rebuilds_like_an_applied_one(tmp_path: Path) -> None:
+    """The release was made without it, so what it changes may be copied."""
+    there = tree(tmp_path)
+    body = edited("base", b"return 1", b"return 0")
+    constant = edited("base", b"K = 1", b"K = 0")
+    path = f"{KERNELS}base/impl.mojo"
+    for before, names in (
+        (body, {"base"}),
+        (constant, {"base", "linalg", "shmem", "nn"}),
+        (b"", {"base", "linalg", "shmem", "nn"}),
+        (None, {"base"}),
+    ):
+        patched = SourceTree({}, frozenset(), {}, {path: before})
+        steps = plan(Tree(there.source, patched), INSTALLED, none)
+        assert set(planned(steps)) == names
+        assert steps[0].package.sources["impl.mojo"] == FILES["base"]
+
+
+def test_stray_names_are_no_sources(tmp_path: Path) -> None:
+    """Hidden files and folders, pipes and other suffixes stay out."""
+    there = tree(tmp_path)
+    folder = there.source / KERNELS / "nn"
+    made.write_tree(
+        folder,
+        {
+            ".#own.mojo": b"",
+            ".cache/x.mojo": b"",
+            "notes.txt": b"",
+            "sub.mojo/__init__.mojo": b"",
+        },
+    )
+    os.mkfifo(folder / "pipe.mojo")
+    package = there.load(f"{KERNELS}nn")
+    assert list(package.sources) == [
+        *("__init__.mojo", "impl.mojo", "own.mojo", "sub.mojo/__init__.mojo")
+    ]
+
+
+@pytest.mark.parametrize("name", ["linked.mojo", "linked"])
+@pytest.mark.parametrize("target", ["../base", "nowhere"])
+def test_symbolic_link_in_a_package_is_named(
+    name: str, target: str, tmp_path: Path
+) -> None:
+    """What a link leads to is not the package's: it isn't read."""
+    there = tree(tmp_path)
+    link = there.source / KERNELS / "nn" / name
+    link.symlink_to(target)
+    if (name, target) == ("linked", "nowhere"):
+        assert there.load(f"{KERNELS}nn").name == "nn"
+        return
+    with pytest.raises(SourceError, match="is a symbolic link to") as caught:
+        there.load(f"{KERNELS}nn")
+    assert str(link) in str(caught.value) and target in str(caught.value)
+
+
+def test_denied_package_is_no_sparse_clone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What can't be read is named, file or folder, with the reason."""
+    there = tree(tmp_path)
+
+    def deny(path: object) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    for place, name in (
+        ("pathlib.Path.read_bytes", "__init__.mojo"),
+        ("os.scandir", "nn"),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(place, deny)
+            with pytest.raises(SourceError) as caught:
+                there.load(f"{KERNELS}nn")
+        assert f"{name} cannot be read: Permission denied" in str(caught.value)
+        assert caught.value.hint is None
+
+
+def test_hint_can_be_pasted(tmp_path: Path) -> None:
+    """A checkout's path with blanks and quotes is one word of the shell."""
+    there = tree(tmp_path / "It's here", nn=b"from .gone import x\n")
+    with pytest.raises(SourceError) as caught:
+        plan(there, INSTALLED, never)
+    assert caught.value.hint
+    command = caught.value.hint.split("`")[1]
+    assert shlex.split(command)[:3] == ["git", "-C", str(there.source)]
+
+
 def test_order_goes_through_packages_that_stay(tmp_path: Path) -> None:
     """nn needs the new base, as its shmem does, though that is not rebuilt."""
     there = tree(
@@ -437,6 +526,61 @@ def test_nothing_is_compiled_twice(
     # By itself it is compiled against the released `base`.
     bench.shop().rebuild([step("nn", b"import base\n")])
     assert compiled == ["base", "nn", "nn"]
+
+
+@pytest.mark.parametrize("left", ["changed", "cut", "unsigned", "empty"])
+def test_kept_package_that_is_not_as_it_was_is_compiled_anew(
+    left: str, bench: Bench
+) -> None:
+    """Only a file whose digest stands beside it is taken."""
+    one = step("nn", b"import base\n")
+    built = bench.shop().rebuild([one])["nn"]
+    good = built.file.read_bytes()
+    if left in {"changed", "cut"}:
+        built.file.write_bytes(good + b" x" if left == "changed" else b"")
+    elif left == "unsigned":
+        built.file.with_suffix(".sha256").unlink()
+    else:
+        shutil.rmtree(built.file.parent)
+        built.file.parent.mkdir()
+    again = bench.shop().rebuild([one])["nn"]
+    assert (again.cached, again.file.read_bytes()) == (False, good)
+    assert bench.shop().rebuild([one])["nn"].cached
+
+
+def test_kept_base_that_is_not_as_released_is_put_right(bench: Bench) -> None:
+    """A changed, missing or foreign package isn't compiled against."""
+    bench.shop()
+    (kept,) = bench.folder.glob("base-*")
+    before = made.snapshot(kept)
+    for spoil in (
+        lambda: (kept / "nn.mojoc").write_bytes(b"c0 nn"),
+        lambda: (kept / "nn.mojoc").unlink(),
+        lambda: (kept / "other.mojoc").write_bytes(b"c0 other"),
+    ):
+        spoil()
+        bench.shop()
+        assert made.snapshot(kept) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "recorded"),
+    [("bin/mojo", True), ("lib/mojo/std.mojoc", True), ("bin/mojo", False)],
+)
+def test_compiler_that_is_not_whole_is_named(
+    name: str, recorded: bool, bench: Bench
+) -> None:
+    """A file that is gone or cut is an error that says what to delete."""
+    file = bench.compiler_folder / "modular" / name
+    if recorded:
+        file.write_bytes(file.read_bytes()[:-1])
+    else:
+        shutil.rmtree(next(bench.compiler_folder.glob("*.dist-info")))
+        file.unlink()
+    with pytest.raises(CompileError) as caught:
+        bench.shop()
+    assert str(file) in str(caught.value) or name in str(caught.value)
+    assert caught.value.hint == f"delete {bench.compiler_folder} and run again"
 
 
 def test_build_that_was_faster_with_the_same_is_no_error(

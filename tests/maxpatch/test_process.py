@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from maxpatch.errors import MaxPatchError, ProcessError
-from maxpatch.process import run
+from maxpatch.process import install_hint, kill_running, run
 
 
 def test_output_is_returned_and_input_passed_on() -> None:
@@ -44,3 +48,29 @@ def test_program_that_is_not_there_is_named() -> None:
     with pytest.raises(MaxPatchError, match="cannot run `no-such-tool`") as it:
         run(["no-such-tool"], hint="install it")
     assert it.value.hint == "install it"
+
+
+def test_commands_of_other_threads_are_killed(tmp_path: Path) -> None:
+    """What would outlive an interrupted build ends at once, and says how."""
+    wait = (
+        "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); "
+        "time.sleep(600)"
+    )
+    there = tmp_path / "there"
+    with ThreadPoolExecutor() as pool:
+        done = pool.submit(run, [sys.executable, "-c", wait, there])
+        while not there.exists():
+            time.sleep(0.02)
+        kill_running()
+        with pytest.raises(ProcessError) as caught:
+            done.result(timeout=60)
+    assert caught.value.returncode == -signal.SIGKILL
+
+
+def test_full_disk_is_no_question_of_the_network() -> None:
+    """What uv says decides what the user is told to do."""
+    full = "failed to copy file: No space left on device (os error 28)"
+    for offline in (False, True):
+        assert "make room" in install_hint(full, offline=offline)
+    assert "check the network" in install_hint("timed out", offline=False)
+    assert "uv's cache" in install_hint("not cached", offline=True)
