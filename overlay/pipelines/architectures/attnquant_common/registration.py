@@ -27,7 +27,12 @@ class Replacement(TypedDict):
     """The module's attribute that holds the ``SupportedArchitecture``."""
 
 
-TAKEN_OVER: dict[str, Replacement] = {}
+TAKEN_OVER: dict[str, Replacement] = {
+    "Gemma3ForCausalLM": {
+        "module": ".attnquant_gemma3",
+        "symbol": "attnquant_gemma3_arch",
+    },
+}
 """The taken-over architectures, by built-in name."""
 
 

@@ -1,0 +1,426 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rewrites a checkpoint's projections as the settings ask.
+
+Weights are decomposed and rebuilt, rounded to the checkpoint's type, and then
+quantized: what is served is what a checkpoint with the rebuilt weights would
+give. All is done band by band and fused group by fused group, so memory holds
+no more than one group's weights of one band at a time.
+
+A quantized module ``X`` has the tensors of ModelOpt's layout:
+
+- ``X.weight``: U8 [N, K/2], two codes a byte,
+- ``X.weight_scale``: F8_E4M3 [N, K/16],
+- ``X.weight_scale_2``: F32 [], the same throughout a fused group,
+- ``X.input_scale``: F32 [], see :data:`INPUT_SCALE`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from . import nvfp4
+from .bundle import Widened
+from .cache import Cache, TensorSpec, Weights, entry_key
+from .decomposition import Band, bands, decompose_band
+from .layout import Layout, Projection
+from .settings import Settings, SettingsError, default_cache_dir
+from .tensor import STORED_AS, WEIGHTS, Tensor, from_float32
+
+VERSION = "1"
+"""Of what :meth:`Plan.rewrite` makes; another one makes cached weights anew."""
+
+INPUT_SCALE = 1.0
+"""The second scale of activations, where a kernel quantizes those too.
+
+It would be the largest activation in a calibration run, by 6 * 448. Without a
+run, 1 lets the blocks' scales, which are found at each forward, reach
+activations up to 2688 and keep all their bits from 0.09 on, which suits what
+leaves a norm.
+"""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint's tensor is missing or is not what the model needs."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What becomes of each projection of a model."""
+
+    layout: Layout
+    settings: Settings
+
+    def __post_init__(self) -> None:
+        self.settings.check_ignored(self.layout.modules())
+        self.settings.decomposition(self.layout.layers)
+        for group in self.layout.groups().values():
+            for layer in range(self.layout.layers):
+                self._check_group(layer, group)
+
+    @property
+    def blocks(self) -> int:
+        """The number of bands; that of layers if nothing is decomposed."""
+        return self.settings.decomposition(self.layout.layers)[0]
+
+    @property
+    def rank(self) -> int:
+        """The rank of each layer's difference from its band."""
+        return self.settings.decomposition(self.layout.layers)[1]
+
+    @cached_property
+    def quantized(self) -> frozenset[str]:
+        """The modules that are quantized."""
+        if self.settings.quant is None:
+            return frozenset()
+        return frozenset(
+            module
+            for module in self.layout.modules()
+            if not self.settings.ignores(module)
+        )
+
+    @property
+    def rewritten(self) -> list[tuple[int, Projection]]:
+        """The projections whose weights are not the checkpoint's."""
+        decomposed = self.blocks < self.layout.layers
+        return [
+            (layer, projection)
+            for layer, projection in self.layout
+            if decomposed
+            or self.layout.module(layer, projection) in self.quantized
+        ]
+
+    def quantized_groups(self, layer: int) -> frozenset[str]:
+        """Returns the fused groups of a layer that are quantized."""
+        return frozenset(
+            projection.group
+            for projection in self.layout.projections
+            if self.layout.module(layer, projection) in self.quantized
+        )
+
+    def specs(self, source: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
+        """Returns the tensors that :meth:`rewrite` makes, by name.
+
+        Raises:
+            CheckpointError: As :meth:`check`.
+        """
+        self.check(source)
+        found: dict[str, TensorSpec] = {}
+        for layer, projection in self.rewritten:
+            module = self.layout.module(layer, projection)
+            if module in self.quantized:
+                found |= packed(module, projection.shape)
+            else:
+                dtype = source[f"{module}.weight"].dtype
+                spec = TensorSpec(dtype, projection.shape)
+                found[f"{module}.weight"] = spec
+        return found
+
+    def check(self, source: Mapping[str, Tensor]) -> None:
+        """Checks that a checkpoint has the weights to rewrite, unquantized.
+
+        Raises:
+            CheckpointError: If one is missing, of another shape, or of a type
+                that is no weight's.
+        """
+        for layer, projection in self.rewritten:
+            name = f"{self.layout.module(layer, projection)}.weight"
+            tensor = source.get(name)
+            if tensor is None:
+                raise CheckpointError(f"the checkpoint has no {name}")
+            if tensor.dtype not in WEIGHTS:
+                raise CheckpointError(
+                    f"{name} is {tensor.dtype}; AttnQuant needs "
+                    f"{', '.join(WEIGHTS)}, not an already quantized weight"
+                )
+            if tensor.shape != projection.shape:
+                raise CheckpointError(
+                    f"{name} has shape {list(tensor.shape)}; the model's "
+                    f"configuration says {list(projection.shape)}"
+                )
+
+    def rewrite(
+        self, source: Mapping[str, Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Makes the rewritten tensors, one by one.
+
+        Args:
+            source: The checkpoint's tensors, by name.
+
+        Raises:
+            ValueError: If a weight holds NaN or infinity.
+        """
+        rewritten = set(self.rewritten)
+        for layers in bands(self.layout.layers, self.blocks):
+            for group in self.layout.groups().values():
+                # Of a band, all layers are rewritten or it is one layer.
+                if (layers[0], group[0]) in rewritten:
+                    yield from self._rewrite_group(source, layers, group)
+
+    def _rewrite_group(
+        self,
+        source: Mapping[str, Tensor],
+        layers: range,
+        group: Sequence[Projection],
+    ) -> Iterator[tuple[str, Tensor]]:
+        weights = [self._rebuilt(source, layers, p) for p in group]
+        for place, layer in enumerate(layers):
+            modules = [self.layout.module(layer, p) for p in group]
+            names = [f"{module}.weight" for module in modules]
+            rebuilt = [each[place] for each in weights]
+            if modules[0] not in self.quantized:
+                yield from zip(names, rebuilt, strict=True)
+                continue
+            scale_2 = nvfp4.group_scale_2(rebuilt, names=names)
+            for module, name, weight in zip(
+                modules, names, rebuilt, strict=True
+            ):
+                quantized = nvfp4.quantize(
+                    weight,
+                    scales=self.settings.scales,
+                    weight_scale_2=scale_2,
+                    name=name,
+                )
+                yield name, Tensor(quantized.weight, "U8")
+                scale = Tensor(quantized.weight_scale, "F8_E4M3")
+                yield f"{module}.weight_scale", scale
+                yield f"{module}.weight_scale_2", _scalar(scale_2)
+                yield f"{module}.input_scale", _scalar(INPUT_SCALE)
+
+    def _rebuilt(
+        self, source: Mapping[str, Tensor], layers: range, p: Projection
+    ) -> Sequence[Tensor]:
+        names = [f"{self.layout.module(layer, p)}.weight" for layer in layers]
+        if len(names) == 1:
+            return [source[names[0]]]
+        widened = Widened(source, names)
+        band = decompose_band(widened, self.rank, names=names)
+        return _Rebuilt(band, [source[name].dtype for name in names])
+
+    def _check_group(self, layer: int, group: Sequence[Projection]) -> None:
+        modules = [self.layout.module(layer, p) for p in group]
+        chosen = [m for m in modules if m in self.quantized]
+        if chosen and len(chosen) < len(modules):
+            raise SettingsError(
+                f"ATTNQUANT_QUANT_IGNORE leaves {', '.join(chosen)} of the "
+                f"fused {', '.join(modules)}; ignore all of them or none"
+            )
+        if chosen and group[0].columns % nvfp4.BLOCK:
+            raise SettingsError(
+                f"ATTNQUANT_QUANT=nvfp4: {modules[0]} has inputs of "
+                f"{group[0].columns}, no multiple of {nvfp4.BLOCK}; name it in "
+                "ATTNQUANT_QUANT_IGNORE"
+            )
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was done to a model's weights."""
+
+    plan: Plan
+    cache: str
+    """``hit``, ``miss``, ``off`` if it could not be used, or ``unused`` if
+    nothing was rewritten or only a graph is compiled."""
+
+    native: bool
+    """Whether the graph multiplies by NVFP4; else it was dequantized."""
+
+    def line(self, architecture: str, *, capture: bool) -> str:
+        """Returns the line that a start logs.
+
+        Args:
+            architecture: Its name.
+            capture: Whether device graphs are captured.
+        """
+        count = len(self.plan.quantized)
+        marked = "" if self.native or not count else " (dequantized at load)"
+        return (
+            f"AttnQuant: {architecture}, blocks {self.plan.blocks}, "
+            f"rank {self.plan.rank}, NVFP4 {count} of "
+            f"{len(self.plan.layout)} projections{marked}, "
+            f"precompute-outside, cache {self.cache}, "
+            f"capture {'on' if capture else 'off'}"
+        )
+
+
+def load(
+    plan: Plan,
+    source: Mapping[str, Tensor],
+    paths: Sequence[Path],
+    model: str,
+) -> Weights:
+    """Returns the rewritten tensors, from the cache if they are there.
+
+    Args:
+        plan: What to make.
+        source: The checkpoint's tensors, by name.
+        paths: The checkpoint's files.
+        model: The model's name, for whoever lists the cache.
+
+    Raises:
+        CheckpointError: As :meth:`Plan.check`.
+        ValueError: As :meth:`Plan.rewrite`.
+        OSError: If the checkpoint cannot be read.
+    """
+    specs = plan.specs(source)
+    settings = plan.settings
+    cache = Cache(settings.cache_dir or default_cache_dir(os.environ))
+    digests = cache.source_digests(paths)
+    needed = [
+        f"{plan.layout.module(layer, projection)}.weight"
+        for layer, projection in plan.rewritten
+    ]
+    key = entry_key(
+        {name: digests[name] for name in needed},
+        settings.identity(),
+        f"{VERSION}.{nvfp4.VERSION}",
+    )
+    label = {
+        "model": model,
+        "settings": ", ".join(
+            f"{name} {value}"
+            for name, value in settings.identity().items()
+            if value not in (None, [])
+        ),
+    }
+    return cache.load(key, specs, lambda: plan.rewrite(source), label)
+
+
+def dequantized(
+    plan: Plan, tensors: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Gives rewritten tensors with quantized weights as float32 instead.
+
+    Args:
+        plan: What they were made by.
+        tensors: What :meth:`Plan.rewrite` made, by name.
+    """
+    for layer, projection in plan.rewritten:
+        module = plan.layout.module(layer, projection)
+        name = f"{module}.weight"
+        if module not in plan.quantized:
+            yield name, tensors[name]
+            continue
+        weight = nvfp4.dequantize(
+            nvfp4.Quantized(
+                tensors[name].data,
+                tensors[f"{module}.weight_scale"].data,
+                np.float32(tensors[f"{module}.weight_scale_2"].data),
+            )
+        )
+        yield name, Tensor(weight, "F32")
+
+
+def packed(module: str, shape: tuple[int, int]) -> dict[str, TensorSpec]:
+    """Returns the tensors of a quantized module, by name.
+
+    Args:
+        module: Its path.
+        shape: [N, K] of its weight.
+    """
+    rows, columns = shape
+    return {
+        f"{module}.weight": TensorSpec("U8", (rows, columns // 2)),
+        f"{module}.weight_scale": TensorSpec(
+            "F8_E4M3", (rows, columns // nvfp4.BLOCK)
+        ),
+        f"{module}.weight_scale_2": TensorSpec("F32", ()),
+        f"{module}.input_scale": TensorSpec("F32", ()),
+    }
+
+
+def served(plan: Plan, dtype: str, *, native: bool) -> dict[str, TensorSpec]:
+    """Returns the projections' tensors that a graph needs, by name.
+
+    Args:
+        plan: What becomes of the projections.
+        dtype: The type of weights that are not quantized.
+        native: Whether the graph multiplies by NVFP4.
+    """
+    found: dict[str, TensorSpec] = {}
+    for layer, projection in plan.layout:
+        module = plan.layout.module(layer, projection)
+        if native and module in plan.quantized:
+            found |= packed(module, projection.shape)
+        else:
+            found[f"{module}.weight"] = TensorSpec(dtype, projection.shape)
+    return found
+
+
+def served_size(
+    plan: Plan,
+    stored_bytes: int,
+    stored_width: int,
+    dtype: str,
+    *,
+    native: bool,
+) -> int:
+    """Returns the bytes of a model's weights as they are served.
+
+    Args:
+        plan: What becomes of the projections.
+        stored_bytes: The size of the checkpoint's files, whose headers are
+            counted as weights.
+        stored_width: The bytes of one weight there.
+        dtype: The served weights' type, as :func:`served` has it.
+        native: Whether the graph multiplies by NVFP4.
+    """
+    projections = sum(p.elements for _, p in plan.layout)
+    others = max(stored_bytes // stored_width - projections, 0)
+    tensors = served(plan, dtype, native=native).values()
+    return others * STORED_AS[dtype].itemsize + sum(
+        tensor.nbytes for tensor in tensors
+    )
+
+
+def check_served(
+    needed: Mapping[str, TensorSpec], found: Mapping[str, TensorSpec]
+) -> None:
+    """Checks a state dict before MAX has it.
+
+    MAX takes packed weights of any shape, and under some of its loaders fills
+    what is missing with zeros.
+
+    Args:
+        needed: The tensors of the projections, by name.
+        found: All tensors of the state dict, by name.
+
+    Raises:
+        CheckpointError: If one is missing or another one, or a projection has
+            a scale too many.
+    """
+    for name, spec in needed.items():
+        if name not in found:
+            raise CheckpointError(f"{name} is missing from the state dict")
+        if found[name] != spec:
+            raise CheckpointError(
+                f"{name} is {found[name].dtype} {list(found[name].shape)}; "
+                f"the graph needs {spec.dtype} {list(spec.shape)}"
+            )
+    modules = {name.rpartition(".")[0] for name in needed}
+    for name in found.keys() - needed.keys():
+        if name.rpartition(".")[0] in modules:
+            raise CheckpointError(f"{name} has no place in the graph")
+
+
+@dataclass(frozen=True)
+class _Rebuilt(Sequence[Tensor]):
+    """A band's weights, each rebuilt when it is asked for."""
+
+    band: Band
+    dtypes: Sequence[str]
+
+    def __len__(self) -> int:
+        return len(self.dtypes)
+
+    def __getitem__(self, index: int) -> Tensor:  # type: ignore[override]
+        return from_float32(self.band.reconstruct(index), self.dtypes[index])
+
+
+def _scalar(value: float | np.float32) -> Tensor:
+    return Tensor(np.array(value, np.float32), "F32")

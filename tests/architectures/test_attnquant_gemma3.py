@@ -1,0 +1,443 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gemma 3 with AttnQuant: what MAX is given, and what it computes.
+
+Most graphs are only traced, on virtual devices where they are for a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from attnquant_common import nvfp4
+from safetensors.numpy import load_file, save_file
+from tests.toys import gemma3, reference
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[2]
+
+HOPPER = ("warm-cache", "--target", "cuda:sm_90a", "--devices")
+BLACKWELL = ("warm-cache", "--target", "cuda:sm_100a", "--devices")
+CPU = ("generate", "--quantization-encoding", "float32", "--devices", "cpu")
+
+NVFP4 = {"ATTNQUANT_QUANT": "nvfp4"}
+NO_ATTENTION = {**NVFP4, "ATTNQUANT_QUANT_IGNORE": "self_attn"}
+BANDS = {"ATTNQUANT_BLOCKS": "2", "ATTNQUANT_RANK": "8"}
+
+MATMUL = "mo.matmul.dynamic.block.scaled"
+
+TOLERANCE = 2e-3
+"""On logits of a spread of 3.5, as in tests/integration. 1.2e-4 was seen, and
+14 against weights that are not quantized."""
+
+FUSED = (
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ("self_attn.o_proj",),
+    ("mlp.gate_proj", "mlp.up_proj"),
+    ("mlp.down_proj",),
+)
+
+Traced = Callable[..., dict[str, Any]]
+Float32 = npt.NDArray[np.float32]
+
+
+@pytest.fixture(scope="module")
+def run(
+    patched_env: Path,
+    settings: Mapping[str, str],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs that Python with the AttnQuant variables given, and no other."""
+    inherited = {
+        name: value
+        for name, value in settings.items()
+        if not name.startswith("ATTNQUANT")
+    }
+    # Alone, it does not switch AttnQuant off where ATTNQUANT=0 is given.
+    cache = str(tmp_path_factory.mktemp("weights"))
+
+    def call(
+        variables: Mapping[str, str], *arguments: str | Path
+    ) -> subprocess.CompletedProcess[str]:
+        if variables:
+            variables = {"ATTNQUANT_CACHE_DIR": cache, **variables}
+        return subprocess.run(
+            [patched_env, *arguments],
+            cwd=ROOT,
+            env={**inherited, **variables},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def checkpoints(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Mapping[str, Path]:
+    """The toy Gemma 3: by type, in two files, and with a head of its own."""
+    folders = {
+        name: tmp_path_factory.mktemp(name)
+        for name in ("bfloat16", "float32", "sharded", "untied")
+    }
+    gemma3.write_checkpoint(folders["bfloat16"], dtype="bfloat16")
+    for name in ("float32", "sharded", "untied"):
+        gemma3.write_checkpoint(folders[name])
+    _shard(folders["sharded"])
+    _untie(folders["untied"])
+    return folders
+
+
+def _shard(folder: Path) -> None:
+    whole = folder / "model.safetensors"
+    tensors = load_file(whole)
+    whole.unlink()
+    homes = {}
+    for number in (1, 2):
+        file = f"model-0000{number}-of-00002.safetensors"
+        # So that no fused group is whole in a file.
+        names = sorted(tensors)[number - 1 :: 2]
+        save_file({n: tensors[n] for n in names}, folder / file)
+        homes |= dict.fromkeys(names, file)
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": homes}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _untie(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"][::-1].copy()
+    save_file(tensors | {"lm_head.weight": head}, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config["tie_word_embeddings"] = False
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.fixture(scope="module")
+def traced(
+    run: Callable[..., subprocess.CompletedProcess[str]],
+    checkpoints: Mapping[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Traced:
+    """Gives what MAX's command line traces for a checkpoint.
+
+    That is what `tests.architectures.trace` records, with the `log` and, by
+    name in `values`, the weights' bytes.
+    """
+
+    @functools.cache
+    def trace(
+        checkpoint: str,
+        command: tuple[str, ...],
+        variables: tuple[tuple[str, str], ...],
+    ) -> dict[str, Any]:
+        out = tmp_path_factory.mktemp("trace") / "graph"
+        done = run(
+            dict(variables),
+            *("-m", "tests.architectures.trace", out, *command),
+            *("--model", checkpoints[checkpoint], "--max-length", "256"),
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        found = json.loads(out.with_suffix(".json").read_text())
+        with np.load(out.with_suffix(".npz")) as values:
+            found["values"] = dict(values)
+        found["log"] = done.stdout + done.stderr
+        return found
+
+    def call(
+        checkpoint: str, *command: str, **variables: str
+    ) -> dict[str, Any]:
+        return trace(checkpoint, command, tuple(sorted(variables.items())))
+
+    return call
+
+
+def test_switched_on_it_stands_under_the_built_in_name(
+    run: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    """On, Gemma 3's name gives ours; off, the very built-in object."""
+    code = (
+        "import max.pipelines;"
+        "from max.pipelines.lib.arch_lookup import ARCH_LOOKUP;"
+        "from max.pipelines.architectures.gemma3.arch import gemma3_arch;"
+        "found = ARCH_LOOKUP.find('Gemma3ForCausalLM');"
+        "print(found is gemma3_arch, found.pipeline_model.__name__,"
+        "found.supports_device_graph_capture, found.supports_overlap_scheduler)"
+    )
+    on, off = run(NVFP4, "-c", code), run({}, "-c", code)
+    assert on.stdout.split() == [
+        "False",
+        "AttnQuantGemma3Model",
+        "True",
+        "True",
+    ]
+    assert off.stdout.split() == ["True", "Gemma3Model", "True", "True"]
+
+
+@pytest.mark.parametrize("devices", ["gpu:0", "gpu:0,1"])
+def test_with_a_band_a_layer_the_graph_is_the_built_in_one(
+    traced: Traced, devices: str
+) -> None:
+    """Without quantization, graph and weights are the built-in's."""
+    built_in = traced("bfloat16", *HOPPER, devices)
+    ours = traced("bfloat16", *HOPPER, devices, ATTNQUANT_BLOCKS="6")
+    assert built_in["model"] == "Gemma3Model"
+    assert ours["model"] == "AttnQuantGemma3Model"
+    assert ours["digest"] == built_in["digest"]
+    assert ours["weights"] == built_in["weights"]
+    for name, value in built_in["values"].items():
+        assert (ours["values"][name] == value).all(), name
+
+
+def test_rebuilt_weights_leave_the_graph_as_it_is(traced: Traced) -> None:
+    """Precompute-outside changes weights only."""
+    built_in = traced("bfloat16", *HOPPER, "gpu:0")
+    ours = traced("bfloat16", *HOPPER, "gpu:0", **BANDS)
+    assert ours["digest"] == built_in["digest"]
+    assert "blocks 2, rank 8, NVFP4 0 of 42 projections" in ours["log"]
+
+
+@pytest.mark.parametrize("devices", ["gpu:0", "gpu:0,1"])
+def test_inputs_are_the_graphs(traced: Traced, devices: str) -> None:
+    """The batch processor's inputs have the graph's types and order."""
+    found = traced("bfloat16", *BLACKWELL, devices, **NVFP4)
+    assert found["buffers"] == found["inputs"]
+
+
+@pytest.mark.parametrize(
+    ("ignore", "count", "matmuls"),
+    [
+        ("", 42, 24),
+        ("self_attn", 18, 12),
+        ("mlp", 24, 12),
+        ("o_proj,model.layers.1.mlp.down_proj", 35, 17),
+        ("model.layers.0.self_attn.[qkv]_proj,gate_proj,up_proj", 27, 17),
+        ("self_attn,mlp", 0, 0),
+    ],
+)
+def test_on_blackwell_projections_multiply_by_nvfp4(
+    traced: Traced, ignore: str, count: int, matmuls: int
+) -> None:
+    """A block-scaled matmul a fused group that is not ignored, and no other.
+
+    q, k and v are one, and gate and up are one.
+    """
+    variables = NVFP4 | ({"ATTNQUANT_QUANT_IGNORE": ignore} if ignore else {})
+    found = traced("bfloat16", *BLACKWELL, "gpu:0", **variables)
+    assert found["ops"].get(MATMUL, 0) == matmuls
+    # Beside them the groups left, which are four a layer, and the head.
+    assert found["ops"]["rmo.matmul"] == 4 * 6 - matmuls + 1
+    types = [dtype for dtype, _ in found["weights"].values()]
+    assert types.count("uint8") == types.count("float8_e4m3fn") == count
+    assert (
+        "AttnQuant: Gemma3ForCausalLM, blocks 6, rank 0, "
+        f"NVFP4 {count} of 42 projections, precompute-outside, cache unused, "
+        "capture on\n"
+    ) in found["log"]
+
+
+def test_embeddings_norms_and_head_stay_bfloat16(traced: Traced) -> None:
+    """Only projections are quantized."""
+    found = traced("bfloat16", *BLACKWELL, "gpu:0", **NVFP4)
+    others = {
+        dtype
+        for name, (dtype, _) in found["weights"].items()
+        if "_proj." not in name
+    }
+    assert others == {"bfloat16"}
+
+
+def test_without_a_matmul_for_nvfp4_values_are_served(traced: Traced) -> None:
+    """On Hopper the graph is the built-in's, and the log marks it."""
+    built_in = traced("bfloat16", *HOPPER, "gpu:0")
+    found = traced("bfloat16", *HOPPER, "gpu:0", **NVFP4)
+    assert found["digest"] == built_in["digest"]
+    assert "NVFP4 42 of 42 projections (dequantized at load)" in found["log"]
+
+
+@pytest.mark.parametrize("checkpoint", ["bfloat16", "float32", "sharded"])
+@pytest.mark.parametrize(
+    "variables", [NVFP4, NO_ATTENTION], ids=["all", "no-attention"]
+)
+def test_cpu_serves_the_values_of_the_codes(
+    traced: Traced,
+    checkpoints: Mapping[str, Path],
+    checkpoint: str,
+    variables: dict[str, str],
+) -> None:
+    """On the CPU weights are float32 and NVFP4's values, others as they were.
+
+    The graph is the one that the built-in architecture has.
+    """
+    found = traced(checkpoint, *CPU, **variables)
+    expected = quantized_values(checkpoints[checkpoint], variables)
+    assert found["weights"].keys() == {map_name(name) for name in expected}
+    for name, value in expected.items():
+        served = found["values"][map_name(name)].view(np.float32)
+        assert (served.reshape(value.shape) == value).all(), name
+    built_in = traced("float32", *CPU)
+    assert found["digest"] == built_in["digest"]
+
+
+def test_untied_head_is_not_quantized(traced: Traced) -> None:
+    """A head of its own is served as it is."""
+    found = traced("untied", *BLACKWELL, "gpu:0", **NVFP4)
+    assert found["weights"]["language_model.lm_head.weight"][0] == "bfloat16"
+    assert found["ops"][MATMUL] == 24
+    on_cpu = traced("untied", *CPU, **NVFP4)
+    head = on_cpu["values"]["language_model.lm_head.weight"]
+    embedding = on_cpu["values"]["language_model.embed_tokens.weight"]
+    width = 4 * gemma3.SHAPES["toy"].hidden_size
+    assert (head.reshape(-1, width)[::-1].reshape(-1) == embedding).all()
+
+
+def test_a_second_start_reads_the_cache(
+    run: Callable[..., subprocess.CompletedProcess[str]],
+    checkpoints: Mapping[str, Path],
+    tmp_path: Path,
+) -> None:
+    """Cold and warm give the same bytes, and say which they are."""
+    values = []
+    for start in ("miss", "hit"):
+        out = tmp_path / start
+        done = run(
+            {**NVFP4, **BANDS, "ATTNQUANT_CACHE_DIR": str(tmp_path / "cache")},
+            *("-m", "tests.architectures.trace", out, *CPU),
+            *("--model", checkpoints["bfloat16"], "--max-length", "256"),
+        )
+        assert done.returncode == 0, done.stderr
+        assert f"cache {start}, capture off" in done.stdout + done.stderr
+        with np.load(out.with_suffix(".npz")) as saved:
+            values.append(dict(saved))
+    cold, warm = values
+    assert cold.keys() == warm.keys()
+    assert all((cold[name] == warm[name]).all() for name in cold)
+
+
+@pytest.mark.parametrize(
+    ("variables", "error"),
+    [
+        (
+            {**BANDS, "ATTNQUANT_PRECOMPUTE_OUTSIDE": "0"},
+            "this build rebuilds weights at load only",
+        ),
+        ({"ATTNQUANT_BLOCKS": "7"}, "the model has 6 layers"),
+        (
+            {**NVFP4, "ATTNQUANT_QUANT_IGNORE": "self_atn"},
+            "'self_atn' matches none of the 42 projections",
+        ),
+        ({"ATTNQUANT_QUANT": "nvfp5"}, "expected nvfp4"),
+    ],
+    ids=["runtime", "bands", "pattern", "value"],
+)
+def test_settings_that_cannot_be_followed_stop_max(
+    run: Callable[..., subprocess.CompletedProcess[str]],
+    checkpoints: Mapping[str, Path],
+    tmp_path: Path,
+    variables: dict[str, str],
+    error: str,
+) -> None:
+    """MAX does not start as something else than asked."""
+    done = run(
+        variables,
+        *("-m", "tests.architectures.trace", tmp_path / "graph", *CPU),
+        *("--model", checkpoints["float32"], "--max-length", "256"),
+    )
+    assert done.returncode != 0
+    assert error in done.stderr
+    assert not (tmp_path / "graph.json").exists()
+
+
+def test_a_checkpoint_without_a_projection_stops_max(
+    run: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    """The error names the tensor that is missing, on virtual devices too."""
+    gemma3.write_checkpoint(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    missing = "model.layers.4.self_attn.k_proj.weight"
+    del tensors[missing]
+    save_file(tensors, file)
+    for command in ((*BLACKWELL, "gpu:0"), CPU):
+        done = run(
+            NVFP4,
+            *("-m", "tests.architectures.trace", tmp_path / "graph", *command),
+            *("--model", tmp_path, "--max-length", "256"),
+        )
+        assert done.returncode != 0
+        assert f"the checkpoint has no {missing}" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "variables", [NVFP4, NO_ATTENTION], ids=["all", "no-attention"]
+)
+def test_generated_logits_are_those_of_the_values(
+    run: Callable[..., subprocess.CompletedProcess[str]],
+    checkpoints: Mapping[str, Path],
+    tmp_path: Path,
+    variables: dict[str, str],
+) -> None:
+    """`max generate` computes what numpy does with the dequantized weights."""
+    folder, out = checkpoints["float32"], tmp_path / "steps.npz"
+    done = run(
+        variables,
+        *("-m", "tests.toys.probe", "steps", out),
+        *("generate", "--model", folder, *gemma3.CPU_FLAGS),
+        *("--prompt", "Why is the sky blue?"),
+        *("--max-new-tokens", "8", "--top-k", "1"),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    with np.load(out) as saved:
+        count = len(saved.files) // 2
+        tokens = [saved[f"tokens_{i}"] for i in range(count)]
+        logits = np.concatenate([saved[f"logits_{i}"] for i in range(count)])
+    model = reference.Gemma3(folder)
+    model.weights = quantized_values(folder, variables)
+    expected = model.logits(np.concatenate(tokens).tolist())
+    np.testing.assert_allclose(
+        logits, expected[len(tokens[0]) - 1 :], rtol=0, atol=TOLERANCE
+    )
+    assert "(dequantized at load)" in done.stdout + done.stderr
+
+
+def map_name(name: str) -> str:
+    """Returns MAX's name of a tensor in the checkpoint."""
+    return f"language_{name}"
+
+
+def quantized_values(
+    folder: Path, variables: Mapping[str, str]
+) -> dict[str, Float32]:
+    """Returns a checkpoint's weights, with NVFP4's values for projections.
+
+    Args:
+        folder: The checkpoint.
+        variables: Whether `self_attn` is ignored.
+    """
+    weights: dict[str, Float32] = {}
+    for file in folder.glob("*.safetensors"):
+        weights |= reference.read_safetensors(file)
+    ignored = variables.get("ATTNQUANT_QUANT_IGNORE", "none")
+    for layer in range(gemma3.SHAPES["toy"].num_hidden_layers):
+        for fused in FUSED:
+            if fused[0].startswith(ignored):
+                continue
+            names = [f"model.layers.{layer}.{name}.weight" for name in fused]
+            greatest = max(np.abs(weights[name]).max() for name in names)
+            for name in names:
+                weights[name] = nvfp4.dequantize(
+                    nvfp4.quantize_numpy(
+                        weights[name], weight_scale_2=nvfp4.scale_2(greatest)
+                    )
+                )
+    return weights
