@@ -228,14 +228,14 @@ def test_dequantize_is_modelopts() -> None:
     torch = pytest.importorskip("torch")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from modelopt.torch.quantization.qtensor.nvfp4_tensor import (
-            NVFP4QTensor,
+        module = pytest.importorskip(
+            "modelopt.torch.quantization.qtensor.nvfp4_tensor"
         )
     scale = np.arange(NAN, dtype=np.uint8)[:, None]
     codes = np.tile(np.arange(0, 256, 32, dtype=np.uint8) | 5, (NAN, 1))
     for scale_2 in (np.float32(0.1), np.float32(1e-4)):
         ours = nvfp4.dequantize(nvfp4.Quantized(codes, scale, scale_2))
-        theirs = NVFP4QTensor(
+        theirs = module.NVFP4QTensor(
             torch.Size((NAN, 16)), torch.float32, torch.from_numpy(codes)
         ).dequantize(
             scale=torch.from_numpy(scale).view(torch.float8_e4m3fn),
