@@ -16,6 +16,8 @@ from maxpatch.verify import PYTHON_VARIABLE, find_python, install
 
 ROOT = Path(__file__).resolve().parents[1]
 
+Check = Callable[..., subprocess.CompletedProcess[str]]
+
 
 @pytest.fixture(scope="session")
 def environment(
@@ -41,6 +43,55 @@ def environment(
         )
 
     return make
+
+
+@pytest.fixture(scope="session")
+def release_env(
+    environment: Callable[[str], Path],
+) -> Callable[[str], Path]:
+    """Gives the Python of an environment with a release, or the one named.
+
+    A test is skipped if the one that is named has another release.
+    """
+
+    def give(release: str) -> Path:
+        named = os.environ.get(PYTHON_VARIABLE)
+        if not named:
+            return environment(release)
+        if (found := _release(Path(named))) != release:
+            pytest.skip(f"{PYTHON_VARIABLE} has MAX {found}")
+        return Path(named)
+
+    return give
+
+
+@pytest.fixture(scope="session")
+def run_check(release_env: Callable[[str], Path]) -> Check:
+    """Runs a module of tests/kernels with a release's MAX.
+
+    By itself without the kernel overlays of the wheel: a check names those it
+    is about, and a graph takes each once.
+    """
+
+    def run(
+        release: str, module: str, *arguments: str | Path, **settings: str
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [release_env(release), "-m", f"tests.kernels.{module}", *arguments],
+            cwd=ROOT,
+            env={
+                "MODULAR_MAX_CACHE_DIR": str(_compile_cache(release)),
+                **os.environ,
+                "MAX_KERNEL_OVERLAYS": "0",
+                "PYTHONDONTWRITEBYTECODE": "1",
+                **settings,
+            },
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    return run
 
 
 @pytest.fixture(scope="session")
@@ -93,8 +144,16 @@ def compile_cache(patched_env: Path) -> Path:
     cannot be taken for a fresh one. But two releases in one folder evict each
     other's entries, so each has its own.
     """
+    return _compile_cache(_release(patched_env))
+
+
+def _release(python: Path) -> str:
+    """The release of MAX in an environment."""
     code = "import importlib.metadata as m; print(m.version('max-core'))"
-    release = subprocess.check_output([patched_env, "-c", code], text=True)
-    folder = ROOT / "build" / "work" / "compile-cache" / release.strip()
+    return subprocess.check_output([python, "-c", code], text=True).strip()
+
+
+def _compile_cache(release: str) -> Path:
+    folder = ROOT / "build" / "work" / "compile-cache" / release
     folder.mkdir(parents=True, exist_ok=True)
     return folder

@@ -15,7 +15,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,10 +25,12 @@ from attnquant_common.tensor import Tensor, from_float32
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.attnquant.nvfp4_cases import cases, float32, tiny
+from tests.conftest import Check
 
-from maxpatch.verify import PYTHON_VARIABLE
+if TYPE_CHECKING:
+    from modelopt.torch.quantization.qtensor.nvfp4_tensor import NVFP4QTensor
 
-ROOT = Path(__file__).resolve().parents[2]
+CHECK = "check_nvfp4_quantize"
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 NAN = 0x7F
 
@@ -51,14 +53,20 @@ def block_errors(w: Floats, quantized: nvfp4.Quantized) -> npt.NDArray[Any]:
 
 
 @pytest.fixture(scope="module")
-def modelopt() -> Quantize:
-    """ModelOpt's quantizer: (tensor, weight_scale_2) to bytes and scale."""
-    torch = pytest.importorskip("torch")
+def modelopt_tensor() -> type[NVFP4QTensor]:
+    """ModelOpt's class of an NVFP4 tensor."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # its imports', not ours
-        module = pytest.importorskip(
-            "modelopt.torch.quantization.qtensor.nvfp4_tensor"
+        from modelopt.torch.quantization.qtensor.nvfp4_tensor import (
+            NVFP4QTensor,
         )
+    return NVFP4QTensor
+
+
+@pytest.fixture(scope="module")
+def modelopt(modelopt_tensor: type[NVFP4QTensor]) -> Quantize:
+    """ModelOpt's quantizer: (tensor, weight_scale_2) to bytes and scale."""
+    import torch
 
     def quantize(
         tensor: torch.Tensor, scale_2: float | None
@@ -66,7 +74,7 @@ def modelopt() -> Quantize:
         given = None if scale_2 is None else torch.tensor(scale_2)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            packed, scale, found = module.NVFP4QTensor.quantize(
+            packed, scale, found = modelopt_tensor.quantize(
                 tensor.clone(), 16, weights_scaling_factor_2=given
             )
         return (
@@ -85,7 +93,8 @@ def test_rtn_is_modelopts(
     modelopt: Quantize, dtype: str, scale_2: float | None
 ) -> None:
     """Codes, scales and scale of scales are ModelOpt's, to the bit."""
-    torch = pytest.importorskip("torch")
+    import torch
+
     for name, bits in cases():
         if dtype == "BF16":
             ours = Tensor(bits, dtype)
@@ -223,19 +232,15 @@ def test_dequantize(scales: nvfp4.Scales) -> None:
 
 
 @pytest.mark.full
-def test_dequantize_is_modelopts() -> None:
+def test_dequantize_is_modelopts(modelopt_tensor: type[NVFP4QTensor]) -> None:
     """Every code under every scale has ModelOpt's value."""
-    torch = pytest.importorskip("torch")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        module = pytest.importorskip(
-            "modelopt.torch.quantization.qtensor.nvfp4_tensor"
-        )
+    import torch
+
     scale = np.arange(NAN, dtype=np.uint8)[:, None]
     codes = np.tile(np.arange(0, 256, 32, dtype=np.uint8) | 5, (NAN, 1))
     for scale_2 in (np.float32(0.1), np.float32(1e-4)):
         ours = nvfp4.dequantize(nvfp4.Quantized(codes, scale, scale_2))
-        theirs = module.NVFP4QTensor(
+        theirs = modelopt_tensor(
             torch.Size((NAN, 16)), torch.float32, torch.from_numpy(codes)
         ).dequantize(
             scale=torch.from_numpy(scale).view(torch.float8_e4m3fn),
@@ -313,39 +318,12 @@ def test_other_settings_are_errors() -> None:
         nvfp4.quantize(np.zeros((2, 16), np.uint16))
 
 
-@pytest.fixture(scope="module")
-def python(request: pytest.FixtureRequest) -> Path:
-    """The Python of an environment with MAX 26.7."""
-    named = os.environ.get(PYTHON_VARIABLE)
-    if not named:
-        return request.getfixturevalue("environment")("26.7.0")
-    code = "import importlib.metadata as m; print(m.version('max-core'))"
-    release = subprocess.check_output([named, "-c", code], text=True).strip()
-    if not release.startswith("26.7."):
-        pytest.skip(f"{PYTHON_VARIABLE} has MAX {release}")
-    return Path(named)
+def test_kernel_is_numpys(run_check: Check) -> None:
+    """On a CPU the kernel's bytes, and its errors, are numpy's.
 
-
-def check(python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs the check with arguments."""
-    cache = ROOT / "build" / "work" / "compile-cache" / "26.7.0"
-    return subprocess.run(
-        [python, "-m", "tests.kernels.check_nvfp4_quantize", *arguments],
-        cwd=ROOT,
-        env={
-            "MODULAR_MAX_CACHE_DIR": str(cache),
-            **os.environ,
-            "PYTHONDONTWRITEBYTECODE": "1",
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-def test_kernel_is_numpys(python: Path) -> None:
-    """On a CPU the kernel's bytes, and its errors, are numpy's."""
-    done = check(python, "--cpu")
+    The kernels come as a patched MAX precompiles them.
+    """
+    done = run_check("26.7.0", CHECK, "--cpu", MAX_KERNEL_OVERLAYS="1")
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
     assert found["equal"]["compared"] > 200
@@ -354,9 +332,9 @@ def test_kernel_is_numpys(python: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["sm_90a", "sm_100a"])
-def test_compiles_for_gpus(python: Path, architecture: str) -> None:
+def test_compiles_for_gpus(run_check: Check, architecture: str) -> None:
     """The kernels compile for Hopper and Blackwell, without them."""
-    done = check(python, "--compile", architecture)
+    done = run_check("26.7.0", CHECK, "--compile", architecture)
     assert done.returncode == 0, done.stderr
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import json
 import os
 import statistics
 import subprocess
@@ -33,14 +32,12 @@ from max.driver import (
     Buffer,
     Device,
     DeviceEvent,
-    set_virtual_device_api,
-    set_virtual_device_count,
-    set_virtual_device_target_arch,
 )
 from max.dtype import DType
 from max.engine import InferenceSession
 from max.engine.api import AssertLevel
 from max.graph import DeviceRef, Graph, TensorType, TensorValue, ops
+from tests.kernels.command import Parser, pretend, put
 from tests.kernels.sampling_reference import candidates
 
 ROOT = Path(__file__).parents[2]
@@ -388,29 +385,11 @@ def check(overlay: Path) -> Iterator[tuple[str, Any]]:
 
 def main() -> None:
     """Does what the arguments say, and prints or writes JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = Parser(__doc__, metavar="DTYPE:RANK")
     parser.add_argument(
         "--overlay", type=Path, default=OVERLAY, help="folder or .mojoc"
     )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        help="written after every part, instead of printing",
-    )
-    other = parser.add_mutually_exclusive_group()
-    other.add_argument(
-        "--cpu",
-        metavar="DTYPE:RANK",
-        help="compare on the CPU, and nothing else",
-    )
-    other.add_argument(
-        "--compile",
-        metavar="ARCH[:LEVEL]",
-        help="compile for a GPU that isn't there, and nothing else",
-    )
-    other.add_argument(
+    parser.other.add_argument(
         "--assertions", action="store_true", help=argparse.SUPPRESS
     )
     chosen = parser.parse_args()
@@ -429,9 +408,7 @@ def main() -> None:
         report = compare(*pair, what, int(rank))
     elif chosen.compile:
         arch, _, level = chosen.compile.partition(":")
-        set_virtual_device_api("cuda")
-        set_virtual_device_target_arch(arch)
-        set_virtual_device_count(1)
+        pretend(arch)
         sampler = Sampler(
             Accelerator(),
             chosen.overlay,
@@ -443,9 +420,8 @@ def main() -> None:
         for name, part in check(chosen.overlay):
             report[name] = part
             if chosen.output:
-                chosen.output.write_text(json.dumps(report, indent=1) + "\n")
-    if not chosen.output:
-        print(json.dumps(report, indent=1))
+                put(report, chosen.output)
+    put(report, chosen.output)
 
 
 if __name__ == "__main__":

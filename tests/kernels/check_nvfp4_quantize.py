@@ -12,11 +12,9 @@ together larger than its cache.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import itertools
-import json
 import statistics
 import sys
 import time
@@ -31,12 +29,10 @@ from max.driver import (
     Buffer,
     Device,
     DeviceEvent,
-    set_virtual_device_api,
-    set_virtual_device_count,
-    set_virtual_device_target_arch,
 )
 from max.dtype import DType
 from tests.attnquant.nvfp4_cases import bfloat16, cases, float32, tiny
+from tests.kernels.command import Parser, pretend, put
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "overlay" / "pipelines" / "architectures"))
@@ -196,27 +192,9 @@ def race(
 
 def main() -> int:
     """Checks, and writes or prints JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument(
-        "--output", type=Path, help="written instead of printing"
-    )
-    other = parser.add_mutually_exclusive_group()
-    other.add_argument(
-        "--cpu", action="store_true", help="compare on the CPU, without timing"
-    )
-    other.add_argument(
-        "--compile",
-        metavar="ARCHITECTURE",
-        help="compile for a GPU that need not be there, such as sm_90a",
-    )
-    arguments = parser.parse_args()
-
+    arguments = Parser(__doc__, action="store_true").parse_args()
     if arguments.compile:
-        set_virtual_device_api("cuda")
-        set_virtual_device_target_arch(arguments.compile)
-        set_virtual_device_count(1)
+        pretend(arguments.compile)
         kernels = NVFP4Kernels(Accelerator())
         for dtype in (DType.bfloat16, DType.float32):
             kernels._compiled("amax", dtype)
@@ -232,11 +210,7 @@ def main() -> int:
         start = time.perf_counter()
         result[part.__name__] = part()
         result["seconds"][part.__name__] = time.perf_counter() - start
-    text = json.dumps(result, indent=1)
-    if arguments.output:
-        arguments.output.write_text(text + "\n")
-    else:
-        print(text)
+    put(result, arguments.output)
     print(*check.failures, sep="\n", file=sys.stderr)
     return 1 if check.failures else 0
 

@@ -15,7 +15,6 @@ timed call has little overhead. Batch and vocabulary are symbolic.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import itertools
@@ -35,15 +34,13 @@ from max.driver import (
     Buffer,
     Device,
     DeviceEvent,
-    set_virtual_device_api,
-    set_virtual_device_count,
-    set_virtual_device_target_arch,
 )
 from max.dtype import DType
 from max.engine import InferenceSession
 from max.graph import DeviceRef, Graph, TensorType, TensorValue
 from max.nn.kernels import topk_fused_sampling
 from scipy import stats
+from tests.kernels.command import Parser, pretend, put
 
 ROOT = Path(__file__).resolve().parents[2]
 OVERLAY = ROOT / "overlay" / "kernels" / "small_k_sampling"
@@ -548,34 +545,14 @@ def parts(check: Check) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 def main() -> int:
     """Checks, and writes or prints JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = Parser(__doc__, action="store_true")
     parser.add_argument(
         "--overlay", type=Path, default=OVERLAY, help="folder or .mojoc"
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        help="written after every part, instead of printing",
-    )
-    other = parser.add_mutually_exclusive_group()
-    other.add_argument(
-        "--cpu",
-        action="store_true",
-        help="compare tokens on the CPU, and nothing else",
-    )
-    other.add_argument(
-        "--compile",
-        metavar="ARCHITECTURE",
-        help="compile for a GPU that need not be there, such as sm_90a",
     )
     arguments = parser.parse_args()
 
     if arguments.compile:
-        set_virtual_device_api("cuda")
-        set_virtual_device_target_arch(arguments.compile)
-        set_virtual_device_count(1)
+        pretend(arguments.compile)
         Sampler(Accelerator(), arguments.overlay)
         return 0
     device = CPU() if arguments.cpu else Accelerator()
@@ -597,9 +574,8 @@ def main() -> int:
             check.failures.append(f"{name}: {error!r}")
         result["seconds"][name] = time.perf_counter() - start
         if arguments.output:
-            arguments.output.write_text(json.dumps(result, indent=1) + "\n")
-    if not arguments.output:
-        print(json.dumps(result, indent=1))
+            put(result, arguments.output)
+    put(result, arguments.output)
     print(*check.failures, sep="\n", file=sys.stderr)
     return 1 if check.failures else 0
 

@@ -7,11 +7,10 @@ What needs an NVIDIA GPU is in ``check_fused_token_sampling.py``. With
 
 from __future__ import annotations
 
+import functools
 import json
-import os
 import shutil
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,55 +19,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from packaging.version import Version
+from tests.conftest import Check
 from tests.kernels.sampling_reference import candidates
 
 from maxpatch import overlay
 from maxpatch.series import State
-from maxpatch.verify import PYTHON_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "overlay" / "kernels" / "fused_token_sampling"
-CHECK = "tests.kernels.check_fused_token_sampling"
-
-Check = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")
-def python(request: pytest.FixtureRequest) -> Path:
-    """The Python of an environment with MAX 26.5."""
-    named = os.environ.get(PYTHON_VARIABLE)
-    if not named:
-        return request.getfixturevalue("environment")("26.5.0")
-    code = "import importlib.metadata as m; print(m.version('max-core'))"
-    release = subprocess.check_output([named, "-c", code], text=True).strip()
-    if not release.startswith("26.5."):
-        pytest.skip(f"{PYTHON_VARIABLE} has MAX {release}")
-    return Path(named)
-
-
-@pytest.fixture(scope="module")
-def check(python: Path) -> Check:
+def check(run_check: Check) -> Check:
     """Runs the check with arguments."""
-    cache = ROOT / "build" / "work" / "compile-cache" / "26.5.0"
-    settings = {
-        "MODULAR_MAX_CACHE_DIR": str(cache),
-        **os.environ,
-        # The patched wheel has the overlay too; a graph takes it once.
-        "MAX_KERNEL_OVERLAYS": "0",
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
-
-    def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [python, "-m", CHECK, *arguments],
-            cwd=ROOT,
-            env=settings,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-
-    return run
+    return functools.partial(run_check, "26.5.0", "check_fused_token_sampling")
 
 
 def report(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:

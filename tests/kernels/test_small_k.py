@@ -21,10 +21,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from packaging.version import Version
+from tests.conftest import Check
 
 from maxpatch import overlay
 from maxpatch.series import State
-from maxpatch.verify import PYTHON_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = ROOT / "overlay" / "kernels"
@@ -58,25 +58,12 @@ class Answer:
     places: list[int]
 
 
-@pytest.fixture(scope="module")
-def python(request: pytest.FixtureRequest) -> Path:
-    """The Python of an environment with MAX 26.7."""
-    named = os.environ.get(PYTHON_VARIABLE)
-    if not named:
-        return request.getfixturevalue("environment")("26.7.0")
-    code = "import importlib.metadata as m; print(m.version('max-core'))"
-    release = subprocess.check_output([named, "-c", code], text=True).strip()
-    if not release.startswith("26.7."):
-        pytest.skip(f"{PYTHON_VARIABLE} has MAX {release}")
-    return Path(named)
-
-
 @pytest.fixture
 def sample(
-    python: Path, tmp_path: Path
+    release_env: Callable[[str], Path], tmp_path: Path
 ) -> Callable[[list[Case]], list[Answer]]:
     """Runs the overlay's functions on the CPU."""
-    return functools.partial(_sample, python, tmp_path)
+    return functools.partial(_sample, release_env("26.7.0"), tmp_path)
 
 
 Sample = Callable[[list[Case]], list[Answer]]
@@ -242,37 +229,18 @@ def test_greatest_uniform_draws_a_token_that_may_be_drawn(
     assert answer.places[1:] == [answer.count - 1] * 2
 
 
-def check(python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs the check with arguments."""
-    cache = ROOT / "build" / "work" / "compile-cache" / "26.7.0"
-    return subprocess.run(
-        [python, "-m", "tests.kernels.check_small_k", *arguments],
-        cwd=ROOT,
-        env={
-            "MODULAR_MAX_CACHE_DIR": str(cache),
-            **os.environ,
-            # The patched wheel has the overlay too; a graph takes it once.
-            "MAX_KERNEL_OVERLAYS": "0",
-            "PYTHONDONTWRITEBYTECODE": "1",
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-def test_on_a_cpu_it_is_the_built_in(python: Path) -> None:
+def test_on_a_cpu_it_is_the_built_in(run_check: Check) -> None:
     """A CPU's tokens are the built-in's, for every k."""
-    done = check(python, "--cpu")
+    done = run_check("26.7.0", "check_small_k", "--cpu")
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(done.stdout)["draws"] > 500
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["sm_90a", "sm_100a"])
-def test_compiles_for_gpus(python: Path, architecture: str) -> None:
+def test_compiles_for_gpus(run_check: Check, architecture: str) -> None:
     """A graph with the op compiles for Hopper and Blackwell, without them."""
-    done = check(python, "--compile", architecture)
+    done = run_check("26.7.0", "check_small_k", "--compile", architecture)
     assert done.returncode == 0, done.stderr
 
 
