@@ -230,16 +230,7 @@ def build(
     built = request.output / inputs.filename
     recorded = project.work / "reports" / f"{inputs.filename}.json"
     scratch = project.work / inputs.pin.filename.removesuffix(".whl")
-    for folder in (request.output, request.source):
-        if folder and folder.resolve().is_relative_to(scratch.resolve()):
-            raise OutputError(
-                f"{folder} is in {scratch}, which every build replaces",
-                hint="name a folder elsewhere; copy there what is to be kept",
-            )
-    needed = [request.output, project.work, recorded.parent]
-    needed += [project.work / "mojo"] if request.source else []
-    for folder in needed:
-        check_writable(folder)
+    _check_folders(project, request, scratch)
     with _locked(project.work / "locks" / f"{inputs.pin.filename}.lock"):
         with steps.step("reuse", f"look for {inputs.filename}"):
             report = _read_report(recorded, built)
@@ -252,58 +243,79 @@ def build(
                 "seconds": steps.seconds,
             }
         with _scratch(scratch, keep=request.keep):
-            tree = None
-            if request.source is not None:
-                with steps.step("source", f"check and patch {request.source}"):
-                    tree, inputs = _patch_source(
-                        project, request, inputs, scratch / "source"
-                    )
-                if tree is None:
-                    announce(
-                        "no selected patch changes Mojo code: nothing is "
-                        f"rebuilt from {request.source}"
-                    )
-            packed = [
-                Packed(
-                    pack(project, request, inputs, steps, scratch),
-                    project.cache / inputs.pin.filename,
-                    inputs.version,
-                )
-            ]
-            libraries = None
-            if tree is not None:
-                libraries = pack_libraries(
-                    project, request, inputs, steps, scratch, tree
-                )
-                packed.append(libraries.wheel)
-            with steps.step("check", "against base and RECORD"):
-                for ours in packed:
-                    wheel.check(
-                        ours.path, ours.base, provenance.files(ours.path)
-                    )
-            with steps.step("verify", "install afresh, import, proofs"):
-                verification = verify(
-                    packed[0].path,
-                    inputs.release,
-                    inputs.pin,
-                    inputs.applied,
-                    folder=scratch / "environment",
-                    root=project.root,
-                    offline=request.offline,
-                    libraries=libraries.wheel.path if libraries else None,
-                )
-            with steps.step("move", f"into {request.output}"):
-                # The wheel of `max` last: it is what a build is known by.
-                for ours in reversed(packed):
-                    _move(ours.path, request.output / ours.path.name)
+            report = _make(project, request, inputs, steps, scratch)
         if request.keep:
             announce(f"kept    {scratch}")
-        report = _report(
-            request, inputs, packed, libraries, verification, steps
-        )
         if request.source is None:
             write_json(recorded, report)
     return report
+
+
+def _check_folders(project: Project, request: Request, scratch: Path) -> None:
+    """Raises OutputError, before any work, if a folder can't serve."""
+    for folder in (request.output, request.source):
+        if folder and folder.resolve().is_relative_to(scratch.resolve()):
+            raise OutputError(
+                f"{folder} is in {scratch}, which every build replaces",
+                hint="name a folder elsewhere; copy there what is to be kept",
+            )
+    needed = [request.output, project.work, project.work / "reports"]
+    needed += [project.work / "mojo"] if request.source else []
+    for folder in needed:
+        check_writable(folder)
+
+
+def _make(
+    project: Project,
+    request: Request,
+    inputs: Inputs,
+    steps: Steps,
+    scratch: Path,
+) -> dict[str, Any]:
+    """Packs, checks and verifies, moves to the output, and reports."""
+    tree = None
+    if request.source is not None:
+        with steps.step("source", f"check and patch {request.source}"):
+            tree, inputs = _patch_source(
+                project, request, inputs, scratch / "source"
+            )
+        if tree is None:
+            steps.announce(
+                "no selected patch changes Mojo code: nothing is rebuilt from "
+                f"{request.source}"
+            )
+    packed = [
+        Packed(
+            pack(project, request, inputs, steps, scratch),
+            project.cache / inputs.pin.filename,
+            inputs.version,
+        )
+    ]
+    libraries = None
+    if tree is not None:
+        libraries = pack_libraries(
+            project, request, inputs, steps, scratch, tree
+        )
+        packed.append(libraries.wheel)
+    with steps.step("check", "against base and RECORD"):
+        for ours in packed:
+            wheel.check(ours.path, ours.base, provenance.files(ours.path))
+    with steps.step("verify", "install afresh, import, proofs"):
+        verification = verify(
+            packed[0].path,
+            inputs.release,
+            inputs.pin,
+            inputs.applied,
+            folder=scratch / "environment",
+            root=project.root,
+            offline=request.offline,
+            libraries=libraries.wheel.path if libraries else None,
+        )
+    with steps.step("move", f"into {request.output}"):
+        # The wheel of `max` last: it is what a build is known by.
+        for ours in reversed(packed):
+            _move(ours.path, request.output / ours.path.name)
+    return _report(request, inputs, packed, libraries, verification, steps)
 
 
 def _patch_source(
@@ -497,44 +509,24 @@ def pack_libraries(
     """
     release, pin = inputs.release, inputs.release.mojo_libs
     patches = inputs.mojo_patches
-    with steps.step("tools", f"Mojo {release.mojo_compiler}"):
-        path = fetch(pin, project.cache, offline=request.offline)
-        kept = project.work / "mojo"
-        compiler = Compiler.install(
-            release.mojo_compiler,
-            kept / f"compiler-{release.mojo_compiler}",
-            scratch=scratch,
-            offline=request.offline,
-        )
+    path = fetch(pin, project.cache, offline=request.offline)
     with wheel.Wheel(path) as base:
+        built = _rebuild(project, request, inputs, steps, scratch, tree, base)
         members = libraries_of(base)
-        shop = Workshop(
-            base,
-            pin.sha256,
-            compiler,
-            kept=kept,
-            scratch=scratch,
-            origin=Origin(tree.source, release, patches),
-        )
-        with steps.step("plan", "which Mojo packages are rebuilt"):
-            todo = mojo.plan(tree, members, shop.importers)
-        with steps.step("compile", ", ".join(s.package.name for s in todo)):
-            built = shop.rebuild(todo)
-        sources = {name: one.step.package.digest for name, one in built.items()}
+        changed = {
+            members[one.step.package.name]: one.file.read_bytes()
+            for one in built
+        }
+        sources = {
+            one.step.package.name: one.step.package.digest for one in built
+        }
         version = provenance.version(
             release, inputs.series_number, pin, patches, [], sources
         )
         packed = scratch / _filename(pin, version)
-        changed = {
-            members[name]: one.file.read_bytes() for name, one in built.items()
-        }
         with steps.step("pack", packed.name):
-            renamed = {
-                member: base.renamed(
-                    "-".join(packed.name.split("-")[:2]), member
-                )
-                for member in changed
-            }
+            stem = "-".join(packed.name.split("-")[:2])
+            renamed = {m: base.renamed(stem, m) for m in changed}
             about = provenance.document(
                 release,
                 version,
@@ -560,7 +552,40 @@ def pack_libraries(
                     **_terms(project, inputs),
                 },
             )
-    return Libraries(Packed(packed, path, version), list(built.values()))
+    return Libraries(Packed(packed, path, version), built)
+
+
+def _rebuild(
+    project: Project,
+    request: Request,
+    inputs: Inputs,
+    steps: Steps,
+    scratch: Path,
+    tree: mojo.Tree,
+    base: wheel.Wheel,
+) -> list[Built]:
+    """Compiles the Mojo packages that must be, against the released ones."""
+    release = inputs.release
+    kept = project.work / "mojo"
+    with steps.step("tools", f"Mojo {release.mojo_compiler}"):
+        compiler = Compiler.install(
+            release.mojo_compiler,
+            kept / f"compiler-{release.mojo_compiler}",
+            scratch=scratch,
+            offline=request.offline,
+        )
+    shop = Workshop(
+        base,
+        release.mojo_libs.sha256,
+        compiler,
+        kept=kept,
+        scratch=scratch,
+        origin=Origin(tree.source, release, inputs.mojo_patches),
+    )
+    with steps.step("plan", "which Mojo packages are rebuilt"):
+        todo = mojo.plan(tree, libraries_of(base), shop.importers)
+    with steps.step("compile", ", ".join(s.package.name for s in todo)):
+        return list(shop.rebuild(todo).values())
 
 
 def _terms(project: Project, inputs: Inputs) -> dict[str, bytes]:

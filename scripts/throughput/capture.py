@@ -267,6 +267,34 @@ def measure(
     return results
 
 
+def add_protocol(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of every timed measurement."""
+    add = parser.add_argument
+    add("--model", type=Path, required=True, help="checkpoint folder")
+    add("--output", type=Path, required=True, help="results file")
+    add("--starts", type=int, default=Protocol.starts, help="servers an arm")
+    add("--rounds", type=int, default=Protocol.rounds)
+    add("--concurrency", type=int, nargs="+", default=[1])
+    add(
+        "--time-limit",
+        type=float,
+        default=float("inf"),
+        help="seconds after which no timed trial starts; run again for the "
+        "rest",
+    )
+    add("--serve-flag", action="append", default=[], help="for every server")
+
+
+def protocol_of(args: argparse.Namespace) -> Protocol:
+    """Returns the protocol that arguments ask for."""
+    return Protocol(
+        starts=args.starts,
+        concurrency=tuple(args.concurrency),
+        rounds=args.rounds,
+        flags=(*Protocol.flags, *args.serve_flag),
+    )
+
+
 def main() -> int:
     """Runs the command line."""
     parser = argparse.ArgumentParser(
@@ -278,25 +306,9 @@ def main() -> int:
     add("--baseline-path", default="", help="its PYTHONPATH")
     add("--patched", required=True, help="interpreter of ours")
     add("--patched-path", default="", help="its PYTHONPATH")
-    add("--model", type=Path, required=True, help="checkpoint folder")
-    add("--output", type=Path, required=True, help="results file")
-    add("--starts", type=int, default=Protocol.starts, help="servers an arm")
-    add("--rounds", type=int, default=Protocol.rounds)
-    add("--concurrency", type=int, nargs="+", default=[1])
-    add(
-        "--time-limit",
-        type=float,
-        default=float("inf"),
-        help="seconds after which no trial starts; run again for the rest",
-    )
-    add("--serve-flag", action="append", default=[], help="for every server")
+    add_protocol(parser)
     args = parser.parse_args()
-    protocol = Protocol(
-        starts=args.starts,
-        concurrency=tuple(args.concurrency),
-        rounds=args.rounds,
-        flags=(*Protocol.flags, *args.serve_flag),
-    )
+    protocol = protocol_of(args)
     arms = (
         Arm("built-in", args.baseline, args.baseline_path),
         *ours(args.patched, args.patched_path),

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -29,7 +28,13 @@ from typing import Any
 import httpx
 
 from throughput import driver_calls
-from throughput.capture import Protocol, await_idle_gpu, measure
+from throughput.capture import (
+    Protocol,
+    add_protocol,
+    await_idle_gpu,
+    measure,
+    protocol_of,
+)
 from throughput.client import complete, prompt
 from throughput.report import render
 from throughput.server import Arm, MeasureError, serve
@@ -66,20 +71,9 @@ class OverlayArm(Arm):
         Raises:
             MeasureError: If these are not the arm's.
         """
-        done = subprocess.run(
-            [self.python, "-c", _LIBRARIES],
-            env=self.environment({}),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            raise MeasureError(
-                f"{self.name}: {self.python} (PYTHONPATH={self.path!r}) "
-                f"cannot tell its kernel overlays:\n{done.stderr[-500:]}"
-            )
+        printed = self.asked(_LIBRARIES, "its kernel overlays")
         # MAX itself may print before it.
-        found = json.loads(done.stdout.splitlines()[-1])
+        found = json.loads(printed.splitlines()[-1])
         if found != sorted(self.overlays):
             raise MeasureError(
                 f"{self.name}: expected the kernel overlays "
@@ -228,26 +222,9 @@ def main() -> int:
     add("--patched", required=True, help="interpreter of ours")
     add("--patched-path", default="", help="its PYTHONPATH")
     add("--overlay", nargs="+", required=True, help="that the wheel carries")
-    add("--model", type=Path, required=True, help="checkpoint folder")
-    add("--output", type=Path, required=True, help="results file")
-    add("--starts", type=int, default=Protocol.starts, help="servers an arm")
-    add("--rounds", type=int, default=Protocol.rounds)
-    add("--concurrency", type=int, nargs="+", default=[1])
-    add(
-        "--time-limit",
-        type=float,
-        default=float("inf"),
-        help="seconds after which no timed trial starts; run again for the "
-        "rest",
-    )
-    add("--serve-flag", action="append", default=[], help="for every server")
+    add_protocol(parser)
     args = parser.parse_args()
-    protocol = Protocol(
-        starts=args.starts,
-        concurrency=tuple(args.concurrency),
-        rounds=args.rounds,
-        flags=(*Protocol.flags, *args.serve_flag),
-    )
+    protocol = protocol_of(args)
     both = arms(args.patched, args.patched_path, args.overlay)
     try:
         count_calls(both, args.model, protocol, args.output)

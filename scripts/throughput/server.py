@@ -66,8 +66,23 @@ class Arm:
         Raises:
             MeasureError: If the interpreter has no MAX.
         """
+        found: dict[str, str] = json.loads(
+            self.asked(_VERSION, "its version of MAX")
+        )
+        return found
+
+    def asked(self, code: str, what: str) -> str:
+        """Returns what this arm's interpreter prints.
+
+        Args:
+            code: What it runs.
+            what: What that tells, for the error.
+
+        Raises:
+            MeasureError: If it fails.
+        """
         done = subprocess.run(
-            [self.python, "-c", _VERSION],
+            [self.python, "-c", code],
             env=self.environment({}),
             capture_output=True,
             text=True,
@@ -76,10 +91,9 @@ class Arm:
         if done.returncode:
             raise MeasureError(
                 f"{self.name}: {self.python} (PYTHONPATH={self.path!r}) "
-                f"cannot tell its version of MAX:\n{done.stderr[-500:]}"
+                f"cannot tell {what}:\n{done.stderr[-500:]}"
             )
-        found: dict[str, str] = json.loads(done.stdout)
-        return found
+        return done.stdout
 
 
 @dataclass(frozen=True)

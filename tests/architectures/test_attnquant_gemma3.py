@@ -20,8 +20,6 @@ from attnquant_common import nvfp4
 from safetensors.numpy import load_file, save_file
 from tests.toys import gemma3, reference
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).resolve().parents[2]
 
 HOPPER = ("warm-cache", "--target", "cuda:sm_90a", "--devices")
@@ -378,6 +376,7 @@ def test_a_checkpoint_without_a_projection_stops_max(
         assert f"the checkpoint has no {missing}" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "variables", [NVFP4, NO_ATTENTION], ids=["all", "no-attention"]
 )

@@ -13,8 +13,8 @@ import safetensors
 from attnquant_common import bundle, decomposition, report
 from attnquant_common.bundle import Bundle, BundleError, Checkpoint
 from attnquant_common.projections import group, layers
-from attnquant_common.tensor import Tensor, from_float32
-from attnquant_common.tensorfile import Spec, create
+from attnquant_common.tensor import Tensor, TensorSpec, from_float32
+from attnquant_common.tensorfile import create
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -49,8 +49,8 @@ def model(dtype: str, prefix: str = "model.", number: int = LAYERS) -> Tensors:
     return made
 
 
-def specs(tensors: Tensors) -> dict[str, Spec]:
-    return {n: Spec(n, t.dtype, t.shape) for n, t in tensors.items()}
+def specs(tensors: Tensors) -> dict[str, TensorSpec]:
+    return {name: tensor.spec for name, tensor in tensors.items()}
 
 
 def listing(folder: Path) -> list[str]:
@@ -257,7 +257,7 @@ def test_a_tampered_weight_is_named(path: Path) -> None:
 def test_another_version_is_said(path: Path) -> None:
     """A bundle of a later version is not called damaged."""
     metadata = {"format": bundle.FORMAT, "version": "2"}
-    with create(path, [], metadata):
+    with create(path, {}, metadata):
         pass
     with pytest.raises(BundleError, match=r"version 2; .* reads version 1"):
         Bundle(path)
@@ -265,7 +265,7 @@ def test_another_version_is_said(path: Path) -> None:
 
 def test_a_checkpoint_is_no_bundle(path: Path) -> None:
     """A safetensors file of other making is told apart from a damaged one."""
-    with create(path, [], {"format": "pt"}):
+    with create(path, {}, {"format": "pt"}):
         pass
     with pytest.raises(BundleError, match="a safetensors file, but no bundle"):
         Bundle(path)
@@ -301,7 +301,7 @@ def test_nan_names_the_tensor_and_leaves_nothing(path: Path) -> None:
 
 
 def save(folder: Path, name: str, tensors: Tensors) -> None:
-    with create(folder / name, list(specs(tensors).values()), {}) as file:
+    with create(folder / name, specs(tensors), {}) as file:
         for key, tensor in tensors.items():
             file.put(key, tensor)
 

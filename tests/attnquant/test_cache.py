@@ -27,13 +27,12 @@ from attnquant_common.cache import (
     Layout,
     Plan,
     PlanError,
-    TensorSpec,
     Weights,
     entry_key,
     layout,
 )
 from attnquant_common.digests import TensorDigest
-from attnquant_common.tensor import STORED_AS, Tensor
+from attnquant_common.tensor import STORED_AS, Tensor, TensorSpec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -58,7 +57,8 @@ CHILD = """
 import logging, os, sys, time
 from pathlib import Path
 import numpy as np
-from attnquant_common.cache import Cache, TensorSpec
+from attnquant_common.cache import Cache
+from attnquant_common.tensor import TensorSpec
 from attnquant_common.tensor import Tensor
 
 folder, made, key, gate = sys.argv[1:]

@@ -13,10 +13,9 @@ import numpy.typing as npt
 import pytest
 from attnquant_common import layout, loading, nvfp4
 from attnquant_common.bundle import Checkpoint
-from attnquant_common.cache import TensorSpec
 from attnquant_common.loading import CheckpointError, Plan, Report
 from attnquant_common.settings import Settings, SettingsError
-from attnquant_common.tensor import Tensor
+from attnquant_common.tensor import Tensor, TensorSpec
 from tests.toys import gemma3, reference
 
 LAYERS = 3

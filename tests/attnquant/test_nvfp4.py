@@ -231,6 +231,17 @@ def test_dequantize(scales: nvfp4.Scales) -> None:
     np.testing.assert_allclose(errors, block_errors(w, found), rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("scales", "error"), [("rtn", 0.095), ("sweep", 0.081)]
+)
+def test_error_on_gaussian_weights(scales: str, error: float) -> None:
+    """What docs/attnquant.md says it costs, relative in Frobenius norm."""
+    w = gaussian(512, 1024)
+    lost = w - nvfp4.dequantize(nvfp4.quantize_numpy(w, scales=scales))
+    found = np.linalg.norm(lost) / np.linalg.norm(w)
+    assert found == pytest.approx(error, abs=0.001)
+
+
 @pytest.mark.full
 def test_dequantize_is_modelopts(modelopt_tensor: type[NVFP4QTensor]) -> None:
     """Every code under every scale has ModelOpt's value."""

@@ -36,9 +36,9 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "overlay" / "pipelines" / "architectures"))
 
-from attnquant_common.cache import Cache, TensorSpec  # noqa: E402
+from attnquant_common.cache import Cache  # noqa: E402
 from attnquant_common.digests import file_digests, threads  # noqa: E402
-from attnquant_common.tensor import Tensor  # noqa: E402
+from attnquant_common.tensor import Tensor, TensorSpec  # noqa: E402
 
 KEY = "0" * 64
 BLOCK = 1 << 20

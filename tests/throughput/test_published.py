@@ -47,3 +47,38 @@ def test_sampling_figures_are_those_of_the_recorded_runs() -> None:
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     assert len(rows) > 50
     assert [row for row in rows if row not in page] == []
+
+
+def test_sampling_figures_in_sentences_are_those_of_the_runs() -> None:
+    """What the pages say between the tables, they say of the same runs."""
+    results = DOCS / "results"
+    small = json.loads((results / "small-k-sampling-h200.json").read_text())
+    fused = json.loads((results / "fused-token-sampling-h200.json").read_text())
+    times = small["timing"]["batch=1 vocabulary=262144 k=5"]
+    theirs, ours = (times[arm]["median"] for arm in ("builtin", "overlay"))
+    other = [
+        shape["overlay"]["median"] / shape["builtin"]["median"]
+        for name, shape in small["timing"].items()
+        if name.split("k=")[1] in {"-1", "32", "40"}
+    ]
+    large, replay = small["large_k"], small["replay"]
+    waits = fused["timing"]["k=5 batch=1 vocabulary=262144"]
+    before, after = (
+        waits[arm]["device_us"]["median"] for arm in ("builtin", "overlay")
+    )
+    page = " ".join((DOCS / "sampling.md").read_text().split())
+    for said in (
+        f"at k = 5: {theirs / ours:.1f} times as fast",
+        f"take {min(other):.2f} to {max(other):.2f} of the built-in's time",
+        f"{large['unequal']} of {large['draws']} differ",
+        f"change between {replay['replays']} replays",
+        f"differs in {replay['builtin']['unequal']} of them",
+        f"{fused['tokens']['draws']} draws of {fused['tokens']['cases']} cases",
+    ):
+        assert said in page
+    assert replay["overlay"]["unequal"] == 0
+    readme = " ".join((DOCS.parent / "README.md").read_text().split())
+    assert f"{theirs:.0f} us in 26.7.0, {ours:.1f} us with" in readme
+    assert (
+        f"{before:.0f} us and a wait for the device, {after:.0f} us" in readme
+    )

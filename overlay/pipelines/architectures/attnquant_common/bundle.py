@@ -35,8 +35,8 @@ from . import decomposition, tensorfile
 from .decomposition import Band, FloatArray
 from .digests import DamagedFileError, digest
 from .projections import Group, group, layers
-from .tensor import Tensor, from_float32
-from .tensorfile import Reader, Spec
+from .tensor import Tensor, TensorSpec, from_float32
+from .tensorfile import Reader
 
 FORMAT = "attnquant-bundle"
 VERSION = "1"
@@ -62,13 +62,13 @@ class Shared:
     rank: int
     modules: tuple[str, ...]
 
-    def specs(self) -> list[Spec]:
-        """Returns the tensors that hold it."""
+    def specs(self) -> dict[str, TensorSpec]:
+        """Returns the tensors that hold it, by name."""
         rows, columns = self.shape
-        specs = [Spec(self.modules[0] + W0, "F32", self.shape)]
+        specs = {self.modules[0] + W0: TensorSpec("F32", self.shape)}
         for module in self.modules if self.rank else ():
-            specs.append(Spec(module + A, "F32", (self.rank, columns)))
-            specs.append(Spec(module + B, "F32", (rows, self.rank)))
+            specs[module + A] = TensorSpec("F32", (self.rank, columns))
+            specs[module + B] = TensorSpec("F32", (rows, self.rank))
         return specs
 
 
@@ -98,19 +98,19 @@ def shared_bands(
 
 
 def bundle_specs(
-    specs: Mapping[str, Spec], bands: Sequence[Shared]
-) -> list[Spec]:
-    """Returns the tensors of a bundle.
+    specs: Mapping[str, TensorSpec], bands: Sequence[Shared]
+) -> dict[str, TensorSpec]:
+    """Returns the tensors of a bundle, by name.
 
     Args:
         specs: The checkpoint's tensors, by name.
         bands: Its bands of several layers.
     """
     replaced = {f"{m}.weight" for band in bands for m in band.modules}
-    return [
-        *(spec for name, spec in specs.items() if name not in replaced),
-        *(spec for band in bands for spec in band.specs()),
-    ]
+    kept = {n: spec for n, spec in specs.items() if n not in replaced}
+    for band in bands:
+        kept |= band.specs()
+    return kept
 
 
 def write(
@@ -137,10 +137,7 @@ def write(
             projection holds NaN or infinity, or the checkpoint is a bundle.
         OSError: If the file cannot be written.
     """
-    specs = {
-        name: Spec(name, tensor.dtype, tensor.shape)
-        for name, tensor in checkpoint.items()
-    }
+    specs = {name: tensor.spec for name, tensor in checkpoint.items()}
     for name in specs:
         if name.endswith((W0, A, B)):
             raise ValueError(f"{name} is of a bundle; name the checkpoint")
@@ -169,8 +166,8 @@ def write(
             parts = decomposition.decompose_band(
                 Widened(checkpoint, names), band.rank, seed, names
             )
-            for spec, part in zip(band.specs(), _parts(parts), strict=True):
-                file.put(spec.name, Tensor(part, "F32"))
+            for name, part in zip(band.specs(), _parts(parts), strict=True):
+                file.put(name, Tensor(part, "F32"))
         for name in specs.keys() - source.keys():
             source[name] = file.put(name, checkpoint[name])
         file.amend("source", _source_digest(specs, source))
@@ -317,7 +314,7 @@ class Bundle:
             BundleError: If they are damaged.
         """
         first, *factors = (
-            self._read(spec.name).float32() for spec in shared.specs()
+            self._read(name).float32() for name in shared.specs()
         )
         if not shared.rank:
             rows, columns = shared.shape
@@ -334,7 +331,7 @@ class Bundle:
         Raises:
             BundleError: If a tensor is damaged.
         """
-        parts = {spec.name for s in self.shared for spec in s.specs()}
+        parts = {name for s in self.shared for name in s.specs()}
         for name in self._file:
             if name not in parts:
                 yield name, self._read(name)
@@ -378,7 +375,7 @@ def _parts(band: Band) -> Iterator[FloatArray]:
 
 
 def _source_digest(
-    specs: Mapping[str, Spec], digests: Mapping[str, str]
+    specs: Mapping[str, TensorSpec], digests: Mapping[str, str]
 ) -> str:
     listed: list[tuple[Any, ...]] = [
         (name, specs[name].dtype, specs[name].shape, digests[name])

@@ -34,7 +34,6 @@ import fcntl
 import hashlib
 import json
 import logging
-import math
 import mmap
 import os
 import re
@@ -44,10 +43,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 
+from . import tensorfile
 from .digests import (
     SETTLED,
     DamagedFileError,
@@ -59,9 +59,11 @@ from .digests import (
     file_digests,
     write_atomically,
 )
+from .files import sync
 from .locks import locked
 from .progress import Progress
-from .tensor import STORED_AS, Tensor
+from .tensor import STORED_AS, Tensor, TensorSpec
+from .tensorfile import Layout
 
 DEFAULT_LIMIT = 200 << 30
 """Bytes that a cache holds at most, unless told otherwise."""
@@ -70,7 +72,6 @@ DEFAULT_LIMIT = 200 << 30
 log = logging.getLogger("max.pipelines.attnquant")
 
 _FORMAT = 1
-_ALIGNMENT = 64
 _KEY = re.compile("[0-9a-f]{64}")
 _TENSORS = "tensors.safetensors"
 _MANIFEST = "manifest.json"
@@ -90,22 +91,6 @@ class _UnusableError(Exception):
 
 class _DamagedError(Exception):
     """An entry is not what was stored; says why."""
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """A tensor without its elements."""
-
-    dtype: str
-    """safetensors' name of the type."""
-
-    shape: tuple[int, ...]
-    """The sizes of the dimensions."""
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all elements."""
-        return math.prod(self.shape) * STORED_AS[self.dtype].itemsize
 
 
 Plan = Mapping[str, TensorSpec]
@@ -161,14 +146,6 @@ class Entry:
     """What it is, or None if its manifest cannot be read."""
 
 
-class Layout(NamedTuple):
-    """How planned tensors lie in a safetensors file."""
-
-    header: bytes
-    offsets: dict[str, int]
-    size: int
-
-
 def entry_key(
     tensors: Mapping[str, TensorDigest],
     settings: Mapping[str, Any],
@@ -194,35 +171,8 @@ def entry_key(
 
 
 def layout(key: str, plan: Plan) -> Layout:
-    """Returns where in its file each planned tensor lies.
-
-    Tensors of a multiple of 64 bytes come first, so that they start at one;
-    all others start at a multiple of their element's size. safetensors allows
-    no gaps.
-    """
-    names = sorted(
-        plan,
-        key=lambda name: (
-            plan[name].nbytes % _ALIGNMENT != 0,
-            -STORED_AS[plan[name].dtype].itemsize,
-            name,
-        ),
-    )
-    entries: dict[str, Any] = {"__metadata__": {"attnquant.key": key}}
-    starts, end = {}, 0
-    for name in names:
-        starts[name], end = end, end + plan[name].nbytes
-        entries[name] = {
-            "dtype": plan[name].dtype,
-            "shape": plan[name].shape,
-            "data_offsets": [starts[name], end],
-        }
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
-    header = len(text).to_bytes(8, "little") + text
-    base = len(header)
-    offsets = {name: base + start for name, start in starts.items()}
-    return Layout(header, offsets, base + end)
+    """Returns where in its entry's file each planned tensor lies."""
+    return tensorfile.layout(plan, {"attnquant.key": key})
 
 
 class Cache:
@@ -459,7 +409,7 @@ class Cache:
                     fcntl.flock(file, fcntl.LOCK_SH)
                     os.utime(part)
                     part.rename(folder)
-                    _sync(self.folder)
+                    sync(self.folder)
                     return Weights(_mapped(file, key, plan), "miss")
             finally:
                 # What is still there of it after a failure.
@@ -523,7 +473,7 @@ class Cache:
                 stamps = _stamps(file, manifest.fileno())
                 if all(Stamp.of(f).fine for f in (file, manifest.fileno())):
                     write_atomically(part / _VERIFIED, stamps)
-            _sync(part)
+            sync(part)
 
     def _make_room(self, size: int) -> None:
         """Removes the least recently used entries until another one fits.
@@ -597,7 +547,7 @@ def _planned(
             why = "made twice" if name in plan else "not planned"
             raise PlanError(f"tensor {name} was {why}")
         expected = missing.pop(name)
-        found = TensorSpec(tensor.dtype, tensor.shape)
+        found = tensor.spec
         if found != expected:
             raise PlanError(
                 f"tensor {name} should be {expected.dtype} "
@@ -670,14 +620,6 @@ def _write(file: int, data: memoryview, offset: int) -> None:
     while data:
         count = os.pwrite(file, data, offset)
         data, offset = data[count:], offset + count
-
-
-def _sync(folder: Path) -> None:
-    file = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
 
 
 def _text(file: int) -> bytes:

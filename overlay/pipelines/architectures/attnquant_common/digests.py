@@ -19,7 +19,6 @@ import contextlib
 import hashlib
 import json
 import os
-import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,6 +30,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .files import replacing
 from .tensor import Tensor
 
 PIECE = 16 << 20
@@ -249,16 +249,8 @@ def threads() -> int:
 
 def write_atomically(path: Path, content: object) -> None:
     """Writes JSON to a file that is there in full or not at all."""
-    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        with part.open("x", encoding="utf-8") as file:
-            json.dump(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
+    with replacing(path) as file:
+        file.write(json.dumps(content).encode())
 
 
 def _remembered(

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from .projections import FUSED
+
 
 class TextConfig(Protocol):
     """The sizes in a ``config.json`` of a Gemma text model."""
@@ -90,13 +92,18 @@ def gemma3(config: TextConfig) -> Layout:
     inner = config.intermediate_size
     q = config.num_attention_heads * config.head_dim
     kv = config.num_key_value_heads * config.head_dim
-    projections = (
-        Projection("self_attn.q_proj", "qkv", q, hidden),
-        Projection("self_attn.k_proj", "qkv", kv, hidden),
-        Projection("self_attn.v_proj", "qkv", kv, hidden),
-        Projection("self_attn.o_proj", "o", hidden, q),
-        Projection("mlp.gate_proj", "gate_up", inner, hidden),
-        Projection("mlp.up_proj", "gate_up", inner, hidden),
-        Projection("mlp.down_proj", "down", hidden, inner),
+    shapes = {
+        "self_attn.q_proj": (q, hidden),
+        "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, q),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    projections = tuple(
+        Projection(name, group, *shapes[name])
+        for group, names in FUSED.items()
+        for name in names
     )
     return Layout(projections, config.num_hidden_layers)

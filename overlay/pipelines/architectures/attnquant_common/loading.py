@@ -26,11 +26,11 @@ import numpy as np
 
 from . import nvfp4
 from .bundle import Widened
-from .cache import Cache, TensorSpec, Weights, entry_key
+from .cache import Cache, Weights, entry_key
 from .decomposition import Band, bands, decompose_band
 from .layout import Layout, Projection
 from .settings import Settings, SettingsError, default_cache_dir
-from .tensor import STORED_AS, WEIGHTS, Tensor, from_float32
+from .tensor import STORED_AS, WEIGHTS, Tensor, TensorSpec, from_float32
 
 VERSION = "1"
 """Of what :meth:`Plan.rewrite` makes; another one makes cached weights anew."""

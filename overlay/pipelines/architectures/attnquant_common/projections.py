@@ -7,15 +7,22 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .tensor import WEIGHTS
-from .tensorfile import Spec
+from .tensor import WEIGHTS, TensorSpec
+
+FUSED = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "o": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+"""A layer's projections, by fused group: what MAX multiplies as one."""
+
+_NAMES = "|".join(re.escape(name) for names in FUSED.values() for name in names)
 
 # A vision tower's layers have other prefixes.
 _WEIGHT = re.compile(
     r"(?:model\.|language_model\.model\.|model\.language_model\.)"
-    r"layers\.(?P<layer>\d+)\."
-    r"(?P<projection>self_attn\.[qkvo]_proj|mlp\.(?:gate|up|down)_proj)"
-    r"\.weight"
+    rf"layers\.(?P<layer>\d+)\.(?P<projection>{_NAMES})\.weight"
 )
 
 
@@ -34,7 +41,7 @@ class Group:
     """The modules' paths, from the first layer to the last."""
 
 
-def group(specs: Mapping[str, Spec]) -> list[Group]:
+def group(specs: Mapping[str, TensorSpec]) -> list[Group]:
     """Groups the language model's projections.
 
     Args:
@@ -68,7 +75,7 @@ def group(specs: Mapping[str, Spec]) -> list[Group]:
     ]
 
 
-def layers(specs: Mapping[str, Spec]) -> int:
+def layers(specs: Mapping[str, TensorSpec]) -> int:
     """Returns how many layers the projections belong to."""
     matches = (_WEIGHT.fullmatch(name) for name in specs)
     return len({match["layer"] for match in matches if match})

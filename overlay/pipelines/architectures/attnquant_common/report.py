@@ -20,7 +20,6 @@ from . import bundle
 from .decomposition import decompose_band
 from .projections import group, layers
 from .tensor import Tensor
-from .tensorfile import Spec
 
 
 @dataclass(frozen=True)
@@ -64,10 +63,7 @@ def report(
     Raises:
         ValueError: As in :func:`.bundle.write`.
     """
-    specs = {
-        name: Spec(name, tensor.dtype, tensor.shape)
-        for name, tensor in checkpoint.items()
-    }
+    specs = {name: tensor.spec for name, tensor in checkpoint.items()}
     groups = group(specs)
     count = layers(specs)
     for number in blocks:
@@ -103,7 +99,7 @@ def report(
                     worst=worst,
                     bundle_bytes=sum(
                         spec.nbytes
-                        for spec in bundle.bundle_specs(specs, bands)
+                        for spec in bundle.bundle_specs(specs, bands).values()
                     ),
                     checkpoint_bytes=sum(s.nbytes for s in specs.values()),
                 )

@@ -7,6 +7,7 @@ integers and :attr:`Tensor.dtype` says what they mean.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,22 @@ _CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
+class TensorSpec:
+    """A tensor without its elements."""
+
+    dtype: str
+    """safetensors' name of the type."""
+
+    shape: tuple[int, ...]
+    """The sizes of the dimensions."""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all elements."""
+        return math.prod(self.shape) * STORED_AS[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
 class Tensor:
     """An array and what its elements are.
 
@@ -67,6 +84,11 @@ class Tensor:
     def shape(self) -> tuple[int, ...]:
         """The sizes of the dimensions."""
         return self.data.shape
+
+    @property
+    def spec(self) -> TensorSpec:
+        """The tensor without its elements."""
+        return TensorSpec(self.dtype, self.shape)
 
     @property
     def nbytes(self) -> int:

@@ -11,36 +11,73 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import mmap
-import os
-import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from .digests import DamagedFileError, digest, read_header
-from .tensor import STORED_AS, Tensor
+from .files import replacing, sync
+from .tensor import STORED_AS, Tensor, TensorSpec
 
 _NO_DIGEST = "0" * 64
 
 
-@dataclass(frozen=True)
-class Spec:
-    """A tensor's name, type and shape."""
+_ALIGNMENT = 64
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all elements."""
-        return math.prod(self.shape) * STORED_AS[self.dtype].itemsize
+class Layout(NamedTuple):
+    """How tensors lie in a file."""
+
+    header: bytes
+    """The header's length and the header."""
+
+    offsets: dict[str, int]
+    """Where in the file each tensor starts."""
+
+    size: int
+    """The file's bytes."""
+
+
+def layout(
+    specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]
+) -> Layout:
+    """Returns how tensors lie in a file.
+
+    Tensors of a multiple of 64 bytes come first, so that they start at one;
+    all others start at a multiple of their element's size. The format allows
+    no gaps.
+
+    Args:
+        specs: The tensors, by name; their order does not matter.
+        metadata: Text to keep in the header.
+    """
+    names = sorted(
+        specs,
+        key=lambda name: (
+            specs[name].nbytes % _ALIGNMENT != 0,
+            -STORED_AS[specs[name].dtype].itemsize,
+            name,
+        ),
+    )
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+    starts, end = {}, 0
+    for name in names:
+        starts[name], end = end, end + specs[name].nbytes
+        entries[name] = {
+            "dtype": specs[name].dtype,
+            "shape": specs[name].shape,
+            "data_offsets": [starts[name], end],
+        }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    header = len(text).to_bytes(8, "little") + text
+    base = len(header)
+    offsets = {name: base + start for name, start in starts.items()}
+    return Layout(header, offsets, base + end)
 
 
 class Writer:
@@ -49,26 +86,16 @@ class Writer:
     def __init__(
         self,
         file: BinaryIO,
-        specs: Sequence[Spec],
+        specs: Mapping[str, TensorSpec],
         metadata: Mapping[str, str],
     ) -> None:
         self._file = file
         self._metadata = dict(metadata)
-        # The widest first, so that each lies at a multiple of its width.
-        ordered = sorted(
-            specs, key=lambda spec: -STORED_AS[spec.dtype].itemsize
-        )
-        self._specs = {spec.name: spec for spec in ordered}
-        if len(self._specs) != len(specs):
-            raise ValueError("two tensors have the same name")
+        self._specs = dict(specs)
         self._digests = dict.fromkeys(self._specs, _NO_DIGEST)
-        self._data_start = len(self._header(_NO_DIGEST))
-        self._starts = {}
-        end = 0
-        for spec in ordered:
-            self._starts[spec.name] = end
-            end += spec.nbytes
-        file.truncate(self._data_start + end)
+        planned = self._layout(_NO_DIGEST)
+        self._offsets = planned.offsets
+        file.truncate(planned.size)
 
     def put(self, name: str, tensor: Tensor) -> str:
         """Writes a tensor and returns its SHA-256, as :func:`.digest` has it.
@@ -78,12 +105,12 @@ class Writer:
             OSError: If it cannot be written.
         """
         spec = self._specs[name]
-        if (spec.dtype, spec.shape) != (tensor.dtype, tensor.shape):
+        if spec != tensor.spec:
             raise ValueError(
                 f"{name} is {tensor.dtype} {list(tensor.shape)}, not "
                 f"{spec.dtype} {list(spec.shape)} as announced"
             )
-        self._file.seek(self._data_start + self._starts[name])
+        self._file.seek(self._offsets[name])
         # By way of uint8, whose memoryview may have no elements.
         flat = np.ascontiguousarray(tensor.data).reshape(-1)
         self._file.write(flat.view(np.uint8).data)
@@ -110,62 +137,38 @@ class Writer:
         missing = [n for n, d in self._digests.items() if d == _NO_DIGEST]
         if missing:
             raise ValueError(f"{missing[0]} was not put")
-        blank = self._header(_NO_DIGEST)
+        blank = self._layout(_NO_DIGEST).header
         self._file.seek(0)
-        self._file.write(self._header(_sha256(blank)))
+        self._file.write(self._layout(_sha256(blank)).header)
 
-    def _header(self, header_digest: str) -> bytes:
-        entries: dict[str, Any] = {
-            "__metadata__": {
-                **self._metadata,
-                "digests": json.dumps(self._digests),
-                "header_digest": header_digest,
-            }
+    def _layout(self, header_digest: str) -> Layout:
+        metadata = {
+            **self._metadata,
+            "digests": json.dumps(self._digests),
+            "header_digest": header_digest,
         }
-        end = 0
-        for spec in self._specs.values():
-            start, end = end, end + spec.nbytes
-            entries[spec.name] = {
-                "dtype": spec.dtype,
-                "shape": spec.shape,
-                "data_offsets": [start, end],
-            }
-        text = json.dumps(entries, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        return len(text).to_bytes(8, "little") + text
+        return layout(self._specs, metadata)
 
 
 @contextmanager
 def create(
-    path: Path, specs: Sequence[Spec], metadata: Mapping[str, str]
+    path: Path, specs: Mapping[str, TensorSpec], metadata: Mapping[str, str]
 ) -> Iterator[Writer]:
     """Writes a file, which appears under its name only when it is complete.
 
     Args:
         path: Where; a file there is replaced.
-        specs: The tensors to be put.
+        specs: The tensors to be put, by name.
         metadata: Text to keep in the header.
 
     Raises:
         OSError: If it cannot be written; nothing is left behind.
     """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    try:
-        with temporary.open("xb") as file:
-            writer = Writer(file, specs, metadata)
-            yield writer
-            writer.finish()
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    with replacing(path) as file:
+        writer = Writer(file, specs, metadata)
+        yield writer
+        writer.finish()
+    sync(path.parent)
 
 
 class Reader(Mapping[str, Tensor]):
@@ -193,7 +196,7 @@ class Reader(Mapping[str, Tensor]):
             self._digests = dict(json.loads(metadata.get("digests", "{}")))
             self._entries = {}
             for name, span in spans.items():
-                spec = Spec(name, span.dtype, span.shape)
+                spec = TensorSpec(span.dtype, span.shape)
                 if span.stop - span.start != spec.nbytes:
                     raise ValueError(
                         f"{name} is {spec.dtype} {list(spec.shape)}, but has "
@@ -215,7 +218,7 @@ class Reader(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._entries)
 
-    def spec(self, name: str) -> Spec:
+    def spec(self, name: str) -> TensorSpec:
         """Returns a tensor's type and shape without touching it."""
         return self._entries[name][1]
 

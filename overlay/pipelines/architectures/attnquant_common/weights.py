@@ -11,8 +11,7 @@ from max.dtype import DType
 from max.graph import Shape
 from max.graph.weights import WeightData
 
-from .cache import TensorSpec
-from .tensor import STORED_AS, WEIGHTS, Tensor, from_float32
+from .tensor import STORED_AS, WEIGHTS, Tensor, TensorSpec, from_float32
 
 _DTYPES = {
     "F32": DType.float32,
