@@ -16,7 +16,11 @@ from max.pipelines.architectures.gemma3.model import Gemma3Inputs
 
 @dataclass
 class AttnQuantGemma3Inputs(Gemma3Inputs):
-    """Gemma 3's inputs, in the order of the graph's."""
+    """Gemma 3's inputs, in the order of the graph's.
+
+    An untouched MAX's have no ``buffers``; the patch
+    ``gemma3-model-abi-buffers`` gives them the same.
+    """
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:

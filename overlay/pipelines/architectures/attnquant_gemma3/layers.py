@@ -3,7 +3,8 @@
 
 ``Gemma3TextModel`` gives one quantization to all layers and takes no
 factories, so the names that it makes layers by are bound to ours while it is
-made.
+made. Norms and devices are bound for an untouched MAX on a CPU; the patch
+``gemma3-cpu-float32`` does the same in the built-in files.
 """
 
 from __future__ import annotations
