@@ -25,7 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from throughput.server import (
     Arm,
     MeasureError,
     Server,
-    check_capture,
+    check_log,
     serve,
 )
 
@@ -84,8 +84,10 @@ def plan(arms: Sequence[Arm], starts: int) -> list[Arm]:
 def ours(python: str, path: str) -> tuple[Arm, Arm]:
     """Returns the arms of the patched MAX: capture off, and as it comes."""
     return (
-        Arm("patched, capture off", python, path, (CAPTURE_OFF,)),
-        Arm("patched, capture on", python, path, capture=True),
+        Arm(
+            "patched, capture off", python, path, (CAPTURE_OFF,), graphs="ours"
+        ),
+        Arm("patched, capture on", python, path, capture=True, graphs="ours"),
     )
 
 
@@ -193,11 +195,14 @@ def trial(
             str(c): asyncio.run(load(server, protocol, c, seed=c * 1_000_000))
             for c in protocol.concurrency
         }
+        # What MAX takes from the device it keeps, so this is the most.
+        memory = query_gpu("memory.used")
     return {
         "arm": arm.name,
         "gpu_before": gpu,
+        "gpu_memory_mib": memory,
         "startup_s": server.startup_s,
-        "log": check_capture(arm, log.read_text(errors="replace")),
+        "log": check_log(arm, log.read_text(errors="replace")),
         "loads": loads,
     }
 
@@ -248,7 +253,11 @@ def measure(
         {
             "machine": machine(),
             "protocol": asdict(protocol),
-            "arms": {a.name: a.versions() | {"flags": a.flags} for a in arms},
+            "arms": {
+                a.name: a.versions()
+                | {"flags": a.flags, "variables": dict(a.variables)}
+                for a in arms
+            },
         },
     )
     order = plan(arms, protocol.starts)
@@ -283,6 +292,34 @@ def add_protocol(parser: argparse.ArgumentParser) -> None:
         "rest",
     )
     add("--serve-flag", action="append", default=[], help="for every server")
+    add(
+        "--mefs",
+        type=Path,
+        help="folder of compiled graphs, which `max warm-cache --export-mefs` "
+        "wrote on this or another machine; by what an arm's `graphs` says",
+    )
+
+
+def served(arms: Sequence[Arm], mefs: Path | None) -> list[Arm]:
+    """Returns arms that serve compiled graphs instead of compiling.
+
+    MAX finds a compiled graph by its name and signature, so that arms whose
+    graphs differ otherwise need folders of their own.
+
+    Args:
+        arms: The arms.
+        mefs: The folder with a folder of graphs for each `Arm.graphs`, or
+            `None` to compile.
+    """
+    if mefs is None:
+        return list(arms)
+    return [
+        replace(
+            arm,
+            flags=(*arm.flags, "--precompiled-mefs", str(mefs / arm.graphs)),
+        )
+        for arm in arms
+    ]
 
 
 def protocol_of(args: argparse.Namespace) -> Protocol:
@@ -310,12 +347,16 @@ def main() -> int:
     args = parser.parse_args()
     protocol = protocol_of(args)
     arms = (
-        Arm("built-in", args.baseline, args.baseline_path),
+        Arm("built-in", args.baseline, args.baseline_path, graphs="built-in"),
         *ours(args.patched, args.patched_path),
     )
     try:
         results = measure(
-            arms, args.model, protocol, args.output, args.time_limit
+            served(arms, args.mefs),
+            args.model,
+            protocol,
+            args.output,
+            args.time_limit,
         )
     except MeasureError as error:
         print(f"error: {error}", file=sys.stderr)

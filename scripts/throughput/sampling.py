@@ -34,6 +34,7 @@ from throughput.capture import (
     await_idle_gpu,
     measure,
     protocol_of,
+    served,
 )
 from throughput.client import complete, prompt
 from throughput.report import render
@@ -88,9 +89,16 @@ def arms(
 ) -> tuple[OverlayArm, OverlayArm]:
     """Returns the two arms: overlays off, and as the wheel comes."""
     return (
-        OverlayArm("overlays off", python, path, capture=True),
         OverlayArm(
-            "overlays on", python, path, capture=True, overlays=tuple(overlays)
+            "overlays off", python, path, capture=True, graphs="overlays-off"
+        ),
+        OverlayArm(
+            "overlays on",
+            python,
+            path,
+            capture=True,
+            graphs="overlays-on",
+            overlays=tuple(overlays),
         ),
     )
 
@@ -225,7 +233,9 @@ def main() -> int:
     add_protocol(parser)
     args = parser.parse_args()
     protocol = protocol_of(args)
-    both = arms(args.patched, args.patched_path, args.overlay)
+    both = served(
+        arms(args.patched, args.patched_path, args.overlay), args.mefs
+    )
     try:
         count_calls(both, args.model, protocol, args.output)
         results = measure(

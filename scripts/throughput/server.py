@@ -22,6 +22,8 @@ _SAID = {
     "config": re.compile(r"device_graph_capture\s*:\s*(True|False)\b"),
     "pipeline": re.compile(r"pipeline\s*:\s*\w+"),
     "warmup": re.compile(r"Device graph capture warmup completed in .*"),
+    "attnquant": re.compile(r"AttnQuant: \w+, .*"),
+    "kv_cache": re.compile(r"cache_memory: .*"),
 }
 _VERSION = (
     "import json, sys\n"
@@ -45,6 +47,11 @@ class Arm:
         path: PYTHONPATH of that interpreter, or an empty string.
         flags: Flags of `max serve` that only this arm has.
         capture: Whether decode steps must replay captured device graphs.
+        variables: Names and values of environment variables that only this
+            arm has.
+        attnquant: What AttnQuant's line in the log must hold; empty, if there
+            must be no such line.
+        graphs: Names the compiled graphs that it serves, which arms may share.
     """
 
     name: str
@@ -52,13 +59,21 @@ class Arm:
     path: str = ""
     flags: tuple[str, ...] = ()
     capture: bool = False
+    variables: tuple[tuple[str, str], ...] = ()
+    attnquant: str = ""
+    graphs: str = ""
 
     def environment(self, extra: Mapping[str, str]) -> dict[str, str]:
         """Returns the process environment of this arm's interpreter."""
         env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
         if self.path:
             env["PYTHONPATH"] = self.path
-        return {**env, "PYTHONUNBUFFERED": "1", **extra}
+        return {
+            **env,
+            "PYTHONUNBUFFERED": "1",
+            **dict(self.variables),
+            **extra,
+        }
 
     def versions(self) -> dict[str, str]:
         """Returns the versions of MAX and Python that this arm runs.
@@ -112,15 +127,16 @@ class Server:
     startup_s: float
 
 
-def check_capture(arm: Arm, log: str) -> dict[str, str]:
-    """Reads from a server's log whether it captured device graphs.
+def check_log(arm: Arm, log: str) -> dict[str, str]:
+    """Reads from a server's log what it serves, and how.
 
     Args:
         arm: What the log should say.
         log: The server's output up to its first request.
 
     Returns:
-        What it says: `config`, `pipeline` and, with capture, `warmup`.
+        What it says: `config`, `pipeline`, `kv_cache`, with capture `warmup`,
+        and with AttnQuant `attnquant`.
 
     Raises:
         MeasureError: If the log says nothing or contradicts the arm.
@@ -138,6 +154,12 @@ def check_capture(arm: Arm, log: str) -> dict[str, str]:
             f"{arm.name}: expected device graph capture "
             f"{'on' if arm.capture else 'off'}, but the server's log says:\n"
             f"  {said['config']}\n  {said.get('warmup', 'no capture warm-up')}"
+        )
+    line = said.get("attnquant", "")
+    if bool(line) != bool(arm.attnquant) or arm.attnquant not in line:
+        raise MeasureError(
+            f"{arm.name}: expected {arm.attnquant or 'no AttnQuant'}, but the "
+            f"server's log says:\n  {line or 'nothing of AttnQuant'}"
         )
     return said
 
@@ -207,7 +229,7 @@ def serve(
         url = f"http://127.0.0.1:{port}"
         _await_ready(arm, process, url, log, start + timeout_s)
         ready = time.monotonic()
-        check_capture(arm, log.read_text(errors="replace"))
+        check_log(arm, log.read_text(errors="replace"))
         yield Server(url, log, ready - start)
     finally:
         _stop(process)

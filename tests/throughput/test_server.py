@@ -10,7 +10,7 @@ import pytest
 from throughput.server import (
     Arm,
     MeasureError,
-    check_capture,
+    check_log,
     serve,
 )
 
@@ -29,11 +29,11 @@ def arm(capture: bool) -> Arm:
 
 def test_log_that_agrees_is_quoted() -> None:
     """The quoted lines carry no time, so equal servers quote alike."""
-    said = check_capture(arm(True), ON)
+    said = check_log(arm(True), ON)
     assert said["config"] == "device_graph_capture : True"
     assert said["pipeline"] == "pipeline : OverlapTextGenerationPipeline"
     assert said["warmup"].startswith("Device graph capture warmup")
-    assert "warmup" not in check_capture(arm(False), OFF)
+    assert "warmup" not in check_log(arm(False), OFF)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_log_that_contradicts_is_refused(
 ) -> None:
     """Config line and warm-up must both agree with the arm."""
     with pytest.raises(MeasureError, match=reason):
-        check_capture(arm(capture), log)
+        check_log(arm(capture), log)
 
 
 def test_server_is_gone_after_the_block(
