@@ -203,7 +203,7 @@ def _build(arguments: argparse.Namespace, project: Project) -> int:
     for row in report.get("mojo", []):
         made = "kept from before" if row["cached"] else "compiled"
         _announce(f"  {row['package']}.mojoc: {made} ({row['reason']})")
-    for built in report["wheels"]:
+    for built in filter(None, [*report["wheels"], report["plain"]]):
         _announce(f"{built['path']}  sha256 {built['sha256']}")
     first, *others = [_shown(Path(w["path"])) for w in report["wheels"]]
     words = shlex.join([f"{first}[serve]", *map(str, others)])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import filecmp
 import json
 import os
 import shutil
@@ -30,6 +31,7 @@ from .compiler import members as libraries_of
 from .errors import OutputError
 from .overlay import OverlayPackage, check_collisions
 from .overlay import load as load_overlay
+from .plain import Plain, is_plain
 from .release import (
     Release,
     Releases,
@@ -66,8 +68,18 @@ class Project:
     @property
     def series_number(self) -> int:
         """The N of the built wheels' versions: the project's version."""
+        return int(self._table["version"])
+
+    @property
+    def requires_python(self) -> str:
+        """The range of Pythons that the project's own code is written for."""
+        return str(self._table["requires-python"])
+
+    @property
+    def _table(self) -> dict[str, Any]:
         table = tomllib.loads((self.root / "pyproject.toml").read_text())
-        return int(table["project"]["version"])
+        found: dict[str, Any] = table["project"]
+        return found
 
     def releases(self) -> Releases:
         """Reads the release table."""
@@ -127,6 +139,7 @@ class Inputs:
     """Everything that decides what is built."""
 
     series_number: int
+    requires_python: str
     release: Release
     pin: WheelPin
     selections: list[Selection]
@@ -138,6 +151,7 @@ class Inputs:
         release = project.releases().get(request.release)
         return cls(
             series_number=project.series_number,
+            requires_python=project.requires_python,
             release=release,
             pin=release.wheel(request.python, request.platform),
             selections=project.series().select(
@@ -182,6 +196,11 @@ class Inputs:
         """The built wheel's file name."""
         return _filename(self.pin, self.version)
 
+    @property
+    def plain(self) -> Plain | None:
+        """The plain wheel, if the release's overlay has architectures."""
+        return Plain.of(self.packages, self.series_number, self.requires_python)
+
 
 @dataclass(frozen=True, slots=True)
 class Packed:
@@ -217,8 +236,8 @@ def build(
         announce: Takes a line for each step.
 
     Returns:
-        The report: release, wheels, patches, overlay, verification, and
-        seconds by step.
+        The report: release, wheels, plain wheel, patches, overlay,
+        verification, and seconds by step.
 
     Raises:
         MaxPatchError: Something expected failed. The output folder is as
@@ -235,10 +254,17 @@ def build(
         with steps.step("reuse", f"look for {inputs.filename}"):
             report = _read_report(recorded, built)
         if report and request.source is None:
+            # Not into what an earlier build was asked to keep.
+            aside = scratch.with_name(f"{scratch.name}.plain")
+            with _scratch(aside, keep=False):
+                alone = _pack_plain(project, request, inputs, steps, aside)
+                if alone is not None:
+                    _move(alone, request.output / alone.name)
             # What was left out then may have other reasons now.
             return {
                 **report,
                 **_states(inputs),
+                "plain": _describe_plain(request, inputs),
                 "reused": True,
                 "seconds": steps.seconds,
             }
@@ -284,6 +310,7 @@ def _make(
                 "no selected patch changes Mojo code: nothing is rebuilt from "
                 f"{request.source}"
             )
+    alone = _pack_plain(project, request, inputs, steps, scratch)
     packed = [
         Packed(
             pack(project, request, inputs, steps, scratch),
@@ -313,9 +340,29 @@ def _make(
         )
     with steps.step("move", f"into {request.output}"):
         # The wheel of `max` last: it is what a build is known by.
-        for ours in reversed(packed):
-            _move(ours.path, request.output / ours.path.name)
+        moved = [ours.path for ours in reversed(packed)]
+        for path in filter(None, [alone, *moved]):
+            _move(path, request.output / path.name)
     return _report(request, inputs, packed, libraries, verification, steps)
+
+
+def _pack_plain(
+    project: Project,
+    request: Request,
+    inputs: Inputs,
+    steps: Steps,
+    scratch: Path,
+) -> Path | None:
+    """Packs the plain wheel, unless there is none or it is there already."""
+    if inputs.plain is None:
+        return None
+    with steps.step("plain", inputs.plain.filename):
+        packed = inputs.plain.pack(project.root, scratch)
+        built = request.output / packed.name
+        if built.is_file() and filecmp.cmp(packed, built, shallow=False):
+            return None
+        inputs.plain.check(packed)
+    return packed
 
 
 def _patch_source(
@@ -361,6 +408,9 @@ def verify_built(
         MaxPatchError: It isn't one of ours, isn't true to its metadata, or
             doesn't work.
     """
+    if is_plain(path):
+        wheel.check(path)
+        return Verification(False, (), "a plain wheel is made without MAX")
     table = provenance.read(path)
     release = project.releases().get(table["release"])
     pin = WheelPin(table["base"]["filename"], table["base"]["sha256"])
@@ -614,15 +664,10 @@ def _report(
         "inexact": request.inexact,
         "reused": False,
         "wheels": [
-            {
-                "path": str(path),
-                "sha256": sha256_of(path),
-                "size": path.stat().st_size,
-                "version": ours.version,
-            }
+            _described(request.output / ours.path.name, ours.version)
             for ours in packed
-            if (path := request.output / ours.path.name)
         ],
+        "plain": _describe_plain(request, inputs),
         **_states(inputs),
         "mojo": [
             {
@@ -638,6 +683,22 @@ def _report(
         "verification": asdict(verification),
         "seconds": steps.seconds,
     }
+
+
+def _described(path: Path, version: str) -> dict[str, Any]:
+    return {
+        "path": str(path),
+        "sha256": sha256_of(path),
+        "size": path.stat().st_size,
+        "version": version,
+    }
+
+
+def _describe_plain(request: Request, inputs: Inputs) -> dict[str, Any] | None:
+    if inputs.plain is None:
+        return None
+    path = request.output / inputs.plain.filename
+    return _described(path, str(inputs.series_number))
 
 
 def _states(inputs: Inputs) -> dict[str, Any]:

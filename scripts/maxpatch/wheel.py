@@ -233,12 +233,33 @@ def repack(
             _with_version(base.read(described), str(base.version), version),
             modes[described],
         )
-        rows.append([renamed(recorded), "", ""])
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows(rows)
-        archive.store(
-            renamed(recorded), text.getvalue().encode(), modes[recorded]
-        )
+        _store_record(archive, renamed(recorded), rows, modes[recorded])
+
+
+def write(path: Path, files: Mapping[str, bytes]) -> None:
+    """Writes a wheel of files, and the RECORD that is true for them.
+
+    Args:
+        path: The file to write, named as a wheel is.
+        files: Content by member, those of ``.dist-info`` included.
+    """
+    stem = "-".join(path.name.split("-")[:2])
+    # As the specification recommends, the description comes last.
+    info = f"{stem}.dist-info/"
+    rows: list[list[str]] = []
+    with _Archive(path, "w") as archive:
+        for member in sorted(files, key=lambda m: (m.startswith(info), m)):
+            archive.store(member, files[member], FILE_MODE)
+            rows.append(_record_row(member, files[member]))
+        _store_record(archive, f"{info}RECORD", rows, FILE_MODE)
+
+
+def _store_record(
+    archive: _Archive, member: str, rows: list[list[str]], mode: int
+) -> None:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([*rows, [member, "", ""]])
+    archive.store(member, text.getvalue().encode(), mode)
 
 
 def _with_version(metadata: bytes, before: str, after: str) -> bytes:

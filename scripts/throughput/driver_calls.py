@@ -15,14 +15,18 @@ from pathlib import Path
 from throughput.server import MeasureError
 
 SOURCE = Path(__file__).with_suffix(".c")
+LAUNCHES = ("cuLaunchKernel", "cuLaunchKernelEx")
+"""The functions that launch a kernel."""
+
 _ENTRY = struct.Struct("24sQ")
 
 
-def build(folder: Path) -> Path:
+def build(folder: Path, *, launches: bool = False) -> Path:
     """Compiles the library with `cc`.
 
     Args:
         folder: An existing folder to write to.
+        launches: Whether the library counts `LAUNCHES`, too.
 
     Returns:
         The library.
@@ -33,6 +37,8 @@ def build(folder: Path) -> Path:
     library = folder / "driver_calls.so"
     # -O2 makes the jump in dlsym.
     command = ["cc", "-O2", "-Wall", "-Wextra", "-shared", "-fPIC"]
+    if launches:
+        command.append("-DLAUNCHES")
     try:
         subprocess.run(
             [*command, "-o", library, SOURCE],

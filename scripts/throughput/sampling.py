@@ -131,7 +131,12 @@ async def count(server_url: str, counts: Path) -> list[dict[str, Any]]:
 
 
 def counted(
-    arm: Arm, model: Path, log: Path, flags: Sequence[str]
+    arm: Arm,
+    model: Path,
+    log: Path,
+    flags: Sequence[str],
+    *,
+    launches: bool = False,
 ) -> list[dict[str, Any]]:
     """Starts a server that counts its driver calls, and stops it.
 
@@ -140,13 +145,14 @@ def counted(
         model: Checkpoint folder.
         log: File for the server's output.
         flags: Flags that every arm has.
+        launches: Whether launches of kernels are counted, too.
 
     Returns:
         What `count` returns.
     """
     await_idle_gpu()
     with tempfile.TemporaryDirectory() as scratch:
-        library = driver_calls.build(Path(scratch))
+        library = driver_calls.build(Path(scratch), launches=launches)
         counts = Path(scratch, "counts")
         counts.mkdir()
         env = driver_calls.environment(library, counts)

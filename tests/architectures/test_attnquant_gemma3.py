@@ -29,6 +29,8 @@ CPU = ("generate", "--quantization-encoding", "float32", "--devices", "cpu")
 NVFP4 = {"ATTNQUANT_QUANT": "nvfp4"}
 NO_ATTENTION = {**NVFP4, "ATTNQUANT_QUANT_IGNORE": "self_attn"}
 BANDS = {"ATTNQUANT_BLOCKS": "2", "ATTNQUANT_RANK": "8"}
+RUNTIME = {**BANDS, "ATTNQUANT_PRECOMPUTE_OUTSIDE": "0"}
+BY_OP = {**RUNTIME, "ATTNQUANT_GEMM": "0"}
 
 MATMUL = "mo.matmul.dynamic.block.scaled"
 
@@ -205,6 +207,110 @@ def test_rebuilt_weights_leave_the_graph_as_it_is(traced: Traced) -> None:
     assert "blocks 2, rank 8, NVFP4 0 of 42 projections" in ours["log"]
 
 
+@pytest.mark.parametrize(
+    ("variables", "form"),
+    [(RUNTIME, "matmuls"), (BY_OP, "a custom op")],
+    ids=["matmuls", "op"],
+)
+def test_in_the_graph_a_fused_group_is_rebuilt_and_multiplied(
+    traced: Traced, variables: dict[str, str], form: str
+) -> None:
+    """Eight matrix operations a layer instead of four, and the head's.
+
+    A band's mean is a weight once, of its first layer; each layer has factors.
+    """
+    found = traced("bfloat16", *HOPPER, "gpu:0", **variables)
+    assert found["ops"]["attnquant.rebuild"] == found["ops"]["mo.matmul"] == 24
+    assert found["ops"]["rmo.matmul"] == 1
+    assert found["buffers"] == found["inputs"]
+    names = [n.removeprefix("language_model.layers.") for n in found["weights"]]
+    means = [name for name in names if name.endswith(".w0")]
+    assert {name[0] for name in means} == {"0", "3"}
+    assert len(means) == 2 * 4
+    assert sum(name.endswith((".a", ".b")) for name in names) == 6 * 4 * 2
+    assert not any("_proj.weight" in name for name in names)
+    assert f"runtime by {form}, cache unused, capture on\n" in found["log"]
+
+
+def test_a_band_of_one_layer_is_not_rebuilt(traced: Traced) -> None:
+    """Its layers are the built-in's, with the checkpoint's weights."""
+    found = traced(
+        "bfloat16", *HOPPER, "gpu:0", **{**RUNTIME, "ATTNQUANT_BLOCKS": "5"}
+    )
+    assert found["ops"]["attnquant.rebuild"] == found["ops"]["mo.matmul"] == 8
+    assert found["ops"]["rmo.matmul"] == 4 * 4 + 1
+
+
+def test_the_means_alone_are_multiplied_by(traced: Traced) -> None:
+    """At rank 0 there is nothing to rebuild."""
+    found = traced(
+        "bfloat16", *HOPPER, "gpu:0", **{**RUNTIME, "ATTNQUANT_RANK": "0"}
+    )
+    assert "attnquant.rebuild" not in found["ops"]
+    assert found["ops"]["rmo.matmul"] == 4 * 6 + 1
+    assert sum(name.endswith(".w0") for name in found["weights"]) == 8
+
+
+def test_several_devices_cannot_rebuild(
+    run: Callable[..., subprocess.CompletedProcess[str]],
+    checkpoints: Mapping[str, Path],
+    tmp_path: Path,
+) -> None:
+    """The error names the variable and the path that they can serve."""
+    done = run(
+        RUNTIME,
+        *("-m", "tests.architectures.trace", tmp_path / "graph"),
+        *(*HOPPER, "gpu:0,1", "--model", checkpoints["bfloat16"]),
+    )
+    assert done.returncode != 0
+    assert "ATTNQUANT_PRECOMPUTE_OUTSIDE=0 serves on one device" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def bundles(
+    run: Callable[..., subprocess.CompletedProcess[str]],
+    checkpoints: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Mapping[str, Path]:
+    """Bundles of two checkpoints with the bands of `BANDS`, served too."""
+    for name in ("bfloat16", "float32"):
+        folder = tmp_path_factory.mktemp("bundles") / name
+        done = run(
+            {},
+            *("-m", "max.pipelines.architectures.attnquant_common.bundle"),
+            *(checkpoints[name], folder, "--blocks", "2", "--rank", "8"),
+        )
+        assert done.returncode == 0, done.stderr
+        checkpoints[f"{name}-bundle"] = folder
+    return checkpoints
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{}, NVFP4, {"ATTNQUANT_PRECOMPUTE_OUTSIDE": "0"}],
+    ids=["rebuilt", "quantized", "runtime"],
+)
+@pytest.mark.parametrize("checkpoint", ["bfloat16", "float32"])
+def test_a_bundle_is_served_in_its_checkpoints_place(
+    traced: Traced,
+    bundles: Mapping[str, Path],
+    checkpoint: str,
+    variables: dict[str, str],
+) -> None:
+    """Graph and weights are those of the checkpoint with the same bands."""
+    assert f"{checkpoint}-bundle" in bundles
+    command = CPU if checkpoint == "float32" else (*HOPPER, "gpu:0")
+    asked = traced(checkpoint, *command, **BANDS, **variables)
+    held = traced(
+        f"{checkpoint}-bundle", *command, **{"ATTNQUANT": "1"}, **variables
+    )
+    assert "blocks 2, rank 8" in held["log"]
+    assert held["digest"] == asked["digest"]
+    assert held["weights"] == asked["weights"]
+    for name, value in asked["values"].items():
+        assert (held["values"][name] == value).all(), name
+
+
 @pytest.mark.parametrize("devices", ["gpu:0", "gpu:0,1"])
 def test_inputs_are_the_graphs(traced: Traced, devices: str) -> None:
     """The batch processor's inputs have the graph's types and order."""
@@ -325,10 +431,6 @@ def test_a_second_start_reads_the_cache(
 @pytest.mark.parametrize(
     ("variables", "error"),
     [
-        (
-            {**BANDS, "ATTNQUANT_PRECOMPUTE_OUTSIDE": "0"},
-            "this build rebuilds weights at load only",
-        ),
         ({"ATTNQUANT_BLOCKS": "7"}, "the model has 6 layers"),
         (
             {**NVFP4, "ATTNQUANT_QUANT_IGNORE": "self_atn"},
@@ -336,7 +438,7 @@ def test_a_second_start_reads_the_cache(
         ),
         ({"ATTNQUANT_QUANT": "nvfp5"}, "expected nvfp4"),
     ],
-    ids=["runtime", "bands", "pattern", "value"],
+    ids=["bands", "pattern", "value"],
 )
 def test_settings_that_cannot_be_followed_stop_max(
     run: Callable[..., subprocess.CompletedProcess[str]],
@@ -378,7 +480,9 @@ def test_a_checkpoint_without_a_projection_stops_max(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "variables", [NVFP4, NO_ATTENTION], ids=["all", "no-attention"]
+    "variables",
+    [NVFP4, NO_ATTENTION, RUNTIME, BY_OP],
+    ids=["all", "no-attention", "matmuls", "op"],
 )
 def test_generated_logits_are_those_of_the_values(
     run: Callable[..., subprocess.CompletedProcess[str]],

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pytest
 from attnquant_common import layout, loading, nvfp4
 from attnquant_common.bundle import Checkpoint
+from attnquant_common.cache import DEFAULT_LIMIT, Cache
 from attnquant_common.loading import CheckpointError, Plan, Report
 from attnquant_common.settings import Settings, SettingsError
 from attnquant_common.tensor import Tensor, TensorSpec
@@ -333,6 +334,32 @@ def test_cold_and_warm_loads_give_the_same_bytes(
     other = load(replace(NVFP4, scales="sweep"))
     assert other.outcome == "miss"
     assert not same(cold, other)
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"), [(None, DEFAULT_LIMIT), (3, 3_000_000_000)]
+)
+def test_the_cache_gets_the_limit_asked_for(
+    folder: Path,
+    source: Checkpoint,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    asked: int | None,
+    expected: int,
+) -> None:
+    """In gigabytes, 10^9 bytes each."""
+    limits = []
+
+    class Recorded(Cache):
+        def __init__(self, folder: Path, limit_bytes: int) -> None:
+            limits.append(limit_bytes)
+            super().__init__(folder, limit_bytes)
+
+    monkeypatch.setattr(loading, "Cache", Recorded)
+    settings = replace(NVFP4, cache_dir=tmp_path, cache_limit=asked)
+    paths = [folder / "model.safetensors"]
+    loading.load(Plan(LAYOUT, settings), source, paths, "toy")
+    assert limits == [expected]
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ FULL = {
     "ATTNQUANT_RANK": "4",
     "ATTNQUANT_PRECOMPUTE_OUTSIDE": "1",
     "ATTNQUANT_CACHE_DIR": "/cache",
+    "ATTNQUANT_CACHE_LIMIT": "20",
 }
 RUNTIME = {
     "ATTNQUANT_BLOCKS": "3",
@@ -55,6 +56,7 @@ def test_every_variable_is_followed() -> None:
         precompute_outside=True,
         gemm=None,
         cache_dir=Path("/cache"),
+        cache_limit=20,
     )
 
 
@@ -118,6 +120,7 @@ def test_any_variable_switches_on(variables: dict[str, str]) -> None:
         ("ATTNQUANT_PRECOMPUTE_OUTSIDE", "yes", "0 or 1"),
         ("ATTNQUANT_GEMM", "2", "0 or 1 or auto"),
         ("ATTNQUANT_CACHE_DIR", "", "a folder"),
+        ("ATTNQUANT_CACHE_LIMIT", "0", "a whole number, 1 or more"),
         ("ATTNQUANT_CACHE_DIR", "~nosuchuser/x", "a folder"),
     ],
 )
@@ -181,10 +184,6 @@ def test_all_mistakes_are_said_at_once() -> None:
             "only with ATTNQUANT_PRECOMPUTE_OUTSIDE=0",
         ),
         (
-            {"ATTNQUANT_PRECOMPUTE_OUTSIDE": "0"},
-            "nothing to rebuild without ATTNQUANT_BLOCKS",
-        ),
-        (
             {**RUNTIME, "ATTNQUANT_QUANT": "nvfp4"},
             "needs ATTNQUANT_PRECOMPUTE_OUTSIDE=1",
         ),
@@ -226,6 +225,10 @@ def test_layers_without_bands_keep_their_weights() -> None:
     [
         (Settings(blocks=7, rank=4), "BLOCKS=7: the model has 6 .* 1 to 6"),
         (Settings(blocks=3), "BLOCKS=3 on 6 layers needs ATTNQUANT_RANK"),
+        (
+            Settings(precompute_outside=False),
+            "nothing to rebuild: set ATTNQUANT_BLOCKS, or serve a bundle",
+        ),
     ],
 )
 def test_bands_must_fit_the_model(settings: Settings, error: str) -> None:
@@ -290,6 +293,7 @@ def test_identity_has_what_weights_depend_on() -> None:
         | {
             "ATTNQUANT_QUANT_IGNORE": "*layers.0.mlp*,self_attn",
             "ATTNQUANT_CACHE_DIR": "/other",
+            "ATTNQUANT_CACHE_LIMIT": "1",
         }
     )
     assert json.dumps(one.identity()) == json.dumps(other.identity())

@@ -18,6 +18,7 @@ ORDER = (
     "wheel",
     "checkout",
     "overlay",
+    "plain",
     "provenance",
     "mojo",
     "compiler",

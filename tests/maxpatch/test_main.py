@@ -146,7 +146,7 @@ def test_relative_paths_are_the_callers(
     assert report["wheels"][0]["path"] == str(wheel)
     assert set(report) == {
         *("release", "source", "inexact", "reused", "wheels", "patches"),
-        *("overlay", "mojo", "verification", "seconds"),
+        *("overlay", "mojo", "verification", "seconds", "plain"),
     }
     assert {row["state"] for row in report["patches"]} == {
         *("applied", "not-for-this-release", "source-only"),

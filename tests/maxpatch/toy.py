@@ -502,7 +502,8 @@ def write_project(root: Path, scratch: Path) -> None:
     write_tree(
         root,
         {
-            "pyproject.toml": b'[project]\nname = "toy"\nversion = "1"\n',
+            "pyproject.toml": b'[project]\nname = "toy"\nversion = "1"\n'
+            b'requires-python = ">=3.11"\n',
             "build/releases.toml": ("\n".join(rows) + "\n").encode(),
             "tests/test_decode.py": _PROOF.lstrip().encode(),
             "overlay/README.md": b"Not shipped.\n",

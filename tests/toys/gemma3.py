@@ -303,6 +303,7 @@ def write_checkpoint(
     size: str = "toy",
     dtype: str = "float32",
     layers: int | None = None,
+    head_dim: int | None = None,
     seed: int = 0,
 ) -> Shape:
     """Writes a checkpoint folder.
@@ -312,6 +313,8 @@ def write_checkpoint(
         size: A key of `SHAPES`.
         dtype: `float32` or `bfloat16`.
         layers: The number of layers, when not the size's own.
+        head_dim: The width of a head, likewise. MAX's attention in float32
+            takes up to 128 on a GPU.
         seed: Selects the random weights.
 
     Returns:
@@ -320,6 +323,8 @@ def write_checkpoint(
     shape = SHAPES[size]
     if layers is not None:
         shape = replace(shape, num_hidden_layers=layers)
+    if head_dim is not None:
+        shape = replace(shape, head_dim=head_dim)
     folder.mkdir(parents=True, exist_ok=True)
     settings = {
         "config.json": config(shape, dtype),
@@ -356,6 +361,7 @@ def main() -> None:
         "--dtype", choices=("float32", "bfloat16"), default="float32"
     )
     parser.add_argument("--layers", type=int)
+    parser.add_argument("--head-dim", type=int)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     write_checkpoint(
@@ -363,6 +369,7 @@ def main() -> None:
         size=args.size,
         dtype=args.dtype,
         layers=args.layers,
+        head_dim=args.head_dim,
         seed=args.seed,
     )
 

@@ -71,6 +71,17 @@ class Shared:
             specs[module + B] = TensorSpec("F32", (rows, self.rank))
         return specs
 
+    def of(self, module: str) -> list[str]:
+        """Returns the tensors that one of its modules is rebuilt from."""
+        factors = [module + A, module + B] if self.rank else []
+        return [self.modules[0] + W0, *factors]
+
+    def named(self, band: Band) -> Iterator[tuple[str, FloatArray]]:
+        """Gives a band's arrays by the names of the tensors that hold them."""
+        factors = zip(band.a, band.b, strict=True) if self.rank else ()
+        parts = [band.w0, *(part for pair in factors for part in pair)]
+        return zip(self.specs(), parts, strict=True)
+
 
 def shared_bands(
     groups: Sequence[Group], blocks: int, rank: int
@@ -166,7 +177,7 @@ def write(
             parts = decomposition.decompose_band(
                 Widened(checkpoint, names), band.rank, seed, names
             )
-            for name, part in zip(band.specs(), _parts(parts), strict=True):
+            for name, part in band.named(parts):
                 file.put(name, Tensor(part, "F32"))
         for name in specs.keys() - source.keys():
             source[name] = file.put(name, checkpoint[name])
@@ -307,6 +318,17 @@ class Bundle:
         """The bytes of all tensors."""
         return sum(self._file.spec(name).nbytes for name in self._file)
 
+    @property
+    def source_nbytes(self) -> int:
+        """The bytes of all tensors of the checkpoint that it was made from."""
+        nbytes = self.nbytes
+        for shared in self.shared:
+            parts = shared.specs().values()
+            weight = TensorSpec(shared.dtype, shared.shape)
+            nbytes += len(shared.modules) * weight.nbytes
+            nbytes -= sum(part.nbytes for part in parts)
+        return nbytes
+
     def band(self, shared: Shared) -> Band:
         """Returns the parts of a band, as they are mapped.
 
@@ -351,6 +373,25 @@ class Bundle:
 _AGAIN = "make the bundle again from its checkpoint"
 
 
+def find_bundle(paths: Sequence[Path]) -> Bundle | None:
+    """Returns the bundle that a model's weights are, if they are one.
+
+    Args:
+        paths: The model's files of weights.
+
+    Raises:
+        BundleError: If the file is a bundle of another version, or damaged.
+        OSError: If it cannot be read.
+    """
+    if len(paths) != 1 or paths[0].suffix != ".safetensors":
+        return None
+    try:
+        metadata = Reader(paths[0]).metadata
+    except DamagedFileError:
+        return None  # MAX, which reads it too, says what is wrong.
+    return Bundle(paths[0]) if metadata.get("format") == FORMAT else None
+
+
 @dataclass(frozen=True)
 class Widened(Sequence[FloatArray]):
     """Some weights in float32, each made when it is asked for."""
@@ -363,15 +404,6 @@ class Widened(Sequence[FloatArray]):
 
     def __getitem__(self, index: int) -> FloatArray:  # type: ignore[override]
         return self.tensors[self.names[index]].float32()
-
-
-def _parts(band: Band) -> Iterator[FloatArray]:
-    """Gives a band's arrays in the order of :meth:`Shared.specs`."""
-    yield band.w0
-    if band.rank:
-        for a, b in zip(band.a, band.b, strict=True):
-            yield a
-            yield b
 
 
 def _source_digest(

@@ -65,7 +65,7 @@ from .progress import Progress
 from .tensor import STORED_AS, Tensor, TensorSpec
 from .tensorfile import Layout
 
-DEFAULT_LIMIT = 200 << 30
+DEFAULT_LIMIT = 200 * 10**9
 """Bytes that a cache holds at most, unless told otherwise."""
 
 # MAX's log shows what is below this name only.

@@ -4,7 +4,9 @@
 Weights are decomposed and rebuilt, rounded to the checkpoint's type, and then
 quantized: what is served is what a checkpoint with the rebuilt weights would
 give. All is done band by band and fused group by fused group, so memory holds
-no more than one group's weights of one band at a time.
+no more than one group's weights of one band at a time. Where the graph
+rebuilds them instead, the bands' parts are made, under a bundle's names, and
+:mod:`.runtime` makes the graph's weights of those.
 
 A quantized module ``X`` has the tensors of ModelOpt's layout:
 
@@ -25,10 +27,11 @@ from pathlib import Path
 import numpy as np
 
 from . import nvfp4
-from .bundle import Widened
-from .cache import Cache, Weights, entry_key
+from .bundle import Bundle, Shared, Widened
+from .cache import DEFAULT_LIMIT, Cache, Weights, entry_key
 from .decomposition import Band, bands, decompose_band
 from .layout import Layout, Projection
+from .runtime import Fused
 from .settings import Settings, SettingsError, default_cache_dir
 from .tensor import STORED_AS, WEIGHTS, Tensor, TensorSpec, from_float32
 
@@ -56,9 +59,15 @@ class Plan:
     layout: Layout
     settings: Settings
 
+    bundle: Bundle | None = None
+    """The checkpoint, if it is one that is already decomposed."""
+
     def __post_init__(self) -> None:
         self.settings.check_ignored(self.layout.modules())
-        self.settings.decomposition(self.layout.layers)
+        if self.bundle is None:
+            self.settings.decomposition(self.layout.layers)
+        else:
+            self._check_bundle(self.bundle)
         for group in self.layout.groups().values():
             for layer in range(self.layout.layers):
                 self._check_group(layer, group)
@@ -66,12 +75,44 @@ class Plan:
     @property
     def blocks(self) -> int:
         """The number of bands; that of layers if nothing is decomposed."""
+        if self.bundle is not None:
+            return self.bundle.blocks
         return self.settings.decomposition(self.layout.layers)[0]
 
     @property
     def rank(self) -> int:
         """The rank of each layer's difference from its band."""
+        if self.bundle is not None:
+            return self.bundle.rank if self.decomposed else 0
         return self.settings.decomposition(self.layout.layers)[1]
+
+    @property
+    def decomposed(self) -> bool:
+        """Whether there are bands of several layers."""
+        return self.blocks < self.layout.layers
+
+    @property
+    def runtime(self) -> bool:
+        """Whether the graph rebuilds weights, in each forward."""
+        return self.decomposed and not self.settings.precompute_outside
+
+    @cached_property
+    def fused(self) -> list[Fused]:
+        """The matrices that the graph rebuilds, of all bands."""
+        if not self.runtime:
+            return []
+        return [
+            Fused(
+                self.layout,
+                name,
+                layers,
+                members,
+                tuple(min(self.rank, *p.shape) for p in members),
+            )
+            for layers in bands(self.layout.layers, self.blocks)
+            if len(layers) > 1
+            for name, members in self.layout.groups().items()
+        ]
 
     @cached_property
     def quantized(self) -> frozenset[str]:
@@ -87,11 +128,10 @@ class Plan:
     @property
     def rewritten(self) -> list[tuple[int, Projection]]:
         """The projections whose weights are not the checkpoint's."""
-        decomposed = self.blocks < self.layout.layers
         return [
             (layer, projection)
             for layer, projection in self.layout
-            if decomposed
+            if self.decomposed
             or self.layout.module(layer, projection) in self.quantized
         ]
 
@@ -110,13 +150,19 @@ class Plan:
             CheckpointError: As :meth:`check`.
         """
         self.check(source)
+        if self.runtime:
+            return {
+                name: spec
+                for layers, p in self._shared()
+                for name, spec in self._parts(source, layers, p).specs().items()
+            }
         found: dict[str, TensorSpec] = {}
         for layer, projection in self.rewritten:
             module = self.layout.module(layer, projection)
             if module in self.quantized:
                 found |= packed(module, projection.shape)
             else:
-                dtype = source[f"{module}.weight"].dtype
+                dtype = self._dtype(source, module)
                 spec = TensorSpec(dtype, projection.shape)
                 found[f"{module}.weight"] = spec
         return found
@@ -129,7 +175,10 @@ class Plan:
                 that is no weight's.
         """
         for layer, projection in self.rewritten:
-            name = f"{self.layout.module(layer, projection)}.weight"
+            module = self.layout.module(layer, projection)
+            if module in self._bundled:
+                continue
+            name = f"{module}.weight"
             tensor = source.get(name)
             if tensor is None:
                 raise CheckpointError(f"the checkpoint has no {name}")
@@ -144,6 +193,14 @@ class Plan:
                     f"configuration says {list(projection.shape)}"
                 )
 
+    def needed(self) -> list[str]:
+        """Returns the checkpoint's tensors that :meth:`rewrite` reads."""
+        return [
+            name
+            for layer, projection in self.rewritten
+            for name in self._stored(self.layout.module(layer, projection))
+        ]
+
     def rewrite(
         self, source: Mapping[str, Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
@@ -153,14 +210,34 @@ class Plan:
             source: The checkpoint's tensors, by name.
 
         Raises:
-            ValueError: If a weight holds NaN or infinity.
+            ValueError: If a weight holds NaN or infinity, or a bundle is
+                damaged.
         """
+        if self.runtime:
+            for layers, p in self._shared():
+                parts = self._parts(source, layers, p)
+                band = self._band(source, layers, p)
+                for name, part in parts.named(band):
+                    yield name, Tensor(part, "F32")
+            return
         rewritten = set(self.rewritten)
         for layers in bands(self.layout.layers, self.blocks):
             for group in self.layout.groups().values():
                 # Of a band, all layers are rewritten or it is one layer.
                 if (layers[0], group[0]) in rewritten:
                     yield from self._rewrite_group(source, layers, group)
+
+    def check_devices(self, count: int) -> None:
+        """Checks that as many devices can serve the model.
+
+        Raises:
+            SettingsError: If the graph is to rebuild weights on several.
+        """
+        if self.runtime and count > 1:
+            raise SettingsError(
+                "ATTNQUANT_PRECOMPUTE_OUTSIDE=0 serves on one device, and "
+                f"there are {count}; set it to 1 or name one by --devices"
+            )
 
     def _rewrite_group(
         self,
@@ -195,12 +272,74 @@ class Plan:
     def _rebuilt(
         self, source: Mapping[str, Tensor], layers: range, p: Projection
     ) -> Sequence[Tensor]:
-        names = [f"{self.layout.module(layer, p)}.weight" for layer in layers]
-        if len(names) == 1:
-            return [source[names[0]]]
-        widened = Widened(source, names)
-        band = decompose_band(widened, self.rank, names=names)
-        return _Rebuilt(band, [source[name].dtype for name in names])
+        modules = [self.layout.module(layer, p) for layer in layers]
+        if len(modules) == 1:
+            return [source[f"{modules[0]}.weight"]]
+        band = self._band(source, layers, p)
+        return _Rebuilt(band, [self._dtype(source, m) for m in modules])
+
+    def _band(
+        self, source: Mapping[str, Tensor], layers: range, p: Projection
+    ) -> Band:
+        modules = [self.layout.module(layer, p) for layer in layers]
+        if self.bundle is not None:
+            return self.bundle.band(self._bundled[modules[0]])
+        names = [f"{module}.weight" for module in modules]
+        return decompose_band(Widened(source, names), self.rank, names=names)
+
+    def _shared(self) -> Iterator[tuple[range, Projection]]:
+        """Gives the bands of several layers, and their projections."""
+        for layers in bands(self.layout.layers, self.blocks):
+            if len(layers) > 1:
+                for projection in self.layout.projections:
+                    yield layers, projection
+
+    def _parts(
+        self, source: Mapping[str, Tensor], layers: range, p: Projection
+    ) -> Shared:
+        modules = tuple(self.layout.module(layer, p) for layer in layers)
+        dtype = self._dtype(source, modules[0])
+        return Shared(dtype, p.shape, min(self.rank, *p.shape), modules)
+
+    @cached_property
+    def _bundled(self) -> dict[str, Shared]:
+        """The bundle's bands of several layers, by module."""
+        shared = self.bundle.shared if self.bundle is not None else []
+        return {module: band for band in shared for module in band.modules}
+
+    def _dtype(self, source: Mapping[str, Tensor], module: str) -> str:
+        """Returns the type of a weight before it was decomposed."""
+        if module in self._bundled:
+            return self._bundled[module].dtype
+        return source[f"{module}.weight"].dtype
+
+    def _stored(self, module: str) -> list[str]:
+        """Returns the checkpoint's tensors that make a module's weight."""
+        if module in self._bundled:
+            return self._bundled[module].of(module)
+        return [f"{module}.weight"]
+
+    def _check_bundle(self, bundle: Bundle) -> None:
+        settings, layout = self.settings, self.layout
+        for name, asked, found in (
+            ("ATTNQUANT_BLOCKS", settings.blocks, bundle.blocks),
+            ("ATTNQUANT_RANK", settings.rank, bundle.rank),
+        ):
+            if asked not in (None, found):
+                raise SettingsError(
+                    f"{name}={asked}: {bundle.path} is decomposed already, "
+                    f"with {found}; unset it"
+                )
+        expected = {
+            tuple(layout.module(layer, p) for layer in layers): p.shape
+            for layers, p in self._shared()
+        }
+        found = {band.modules: band.shape for band in bundle.shared}
+        if found != expected:
+            raise CheckpointError(
+                f"{bundle.path} has bands of other modules or shapes than the "
+                "model's configuration says; make it again from its checkpoint"
+            )
 
     def _check_group(self, layer: int, group: Sequence[Projection]) -> None:
         modules = [self.layout.module(layer, p) for p in group]
@@ -230,6 +369,9 @@ class Report:
     native: bool
     """Whether the graph multiplies by NVFP4; else it was dequantized."""
 
+    form: str = ""
+    """How the graph rebuilds weights, if it does."""
+
     def line(self, architecture: str, *, capture: bool) -> str:
         """Returns the line that a start logs.
 
@@ -239,11 +381,14 @@ class Report:
         """
         count = len(self.plan.quantized)
         marked = "" if self.native or not count else " (dequantized at load)"
+        path = "precompute-outside"
+        if self.plan.runtime:
+            path = f"runtime by {self.form}"
         return (
             f"AttnQuant: {architecture}, blocks {self.plan.blocks}, "
             f"rank {self.plan.rank}, NVFP4 {count} of "
             f"{len(self.plan.layout)} projections{marked}, "
-            f"precompute-outside, cache {self.cache}, "
+            f"{path}, cache {self.cache}, "
             f"capture {'on' if capture else 'off'}"
         )
 
@@ -269,14 +414,13 @@ def load(
     """
     specs = plan.specs(source)
     settings = plan.settings
-    cache = Cache(settings.cache_dir or default_cache_dir(os.environ))
+    cache = Cache(
+        settings.cache_dir or default_cache_dir(os.environ),
+        settings.cache_limit * 10**9 if settings.cache_limit else DEFAULT_LIMIT,
+    )
     digests = cache.source_digests(paths)
-    needed = [
-        f"{plan.layout.module(layer, projection)}.weight"
-        for layer, projection in plan.rewritten
-    ]
     key = entry_key(
-        {name: digests[name] for name in needed},
+        {name: digests[name] for name in plan.needed()},
         settings.identity(),
         f"{VERSION}.{nvfp4.VERSION}",
     )
@@ -289,6 +433,20 @@ def load(
         ),
     }
     return cache.load(key, specs, lambda: plan.rewrite(source), label)
+
+
+def in_graph(
+    plan: Plan, parts: Mapping[str, Tensor], dtype: str
+) -> Iterator[tuple[str, Tensor]]:
+    """Gives the weights of a graph that rebuilds the projections.
+
+    Args:
+        plan: What the parts were made by.
+        parts: What :meth:`Plan.rewrite` made, by name.
+        dtype: The type of the graph's weights.
+    """
+    for fused in plan.fused:
+        yield from fused.weights(parts, dtype)
 
 
 def dequantized(
@@ -343,8 +501,13 @@ def served(plan: Plan, dtype: str, *, native: bool) -> dict[str, TensorSpec]:
         native: Whether the graph multiplies by NVFP4.
     """
     found: dict[str, TensorSpec] = {}
+    for fused in plan.fused:
+        found |= fused.specs(dtype)
+    in_graph = {layer for fused in plan.fused for layer in fused.layers}
     for layer, projection in plan.layout:
         module = plan.layout.module(layer, projection)
+        if layer in in_graph:
+            continue
         if native and module in plan.quantized:
             found |= packed(module, projection.shape)
         else:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from max.pipelines.kv_cache.memory_planner import PagedMemoryPlanner
-from max.pipelines.lib import PipelineConfig
+from max.pipelines.lib import MAXModelConfig, PipelineConfig
 from max.pipelines.lib.config.model_config import (
     _select_dtype_cast,
     _select_quantization_encoding,
@@ -20,7 +20,6 @@ from max.pipelines.modeling.config_enums import (
     SupportedEncoding,
     supported_encoding_dtype,
 )
-from transformers import AutoConfig
 
 from .hardware import multiplies_nvfp4
 from .loading import Plan, served_size
@@ -29,14 +28,14 @@ from .weights import dtype_name
 
 def planner(
     base: type[PagedMemoryPlanner],
-    plan_for: Callable[[AutoConfig], Plan],
+    plan_for: Callable[[MAXModelConfig], Plan],
     default_encoding: SupportedEncoding,
 ) -> type[PagedMemoryPlanner]:
     """Makes a memory planner of a built-in one.
 
     Args:
         base: The built-in architecture's.
-        plan_for: Gives the plan for a Hugging Face configuration.
+        plan_for: Gives the plan for a model's configuration.
         default_encoding: The built-in architecture's.
     """
 
@@ -45,9 +44,12 @@ def planner(
             model = pipeline_config.model
             encoding = _select_quantization_encoding(model, default_encoding)
             stored, _ = _select_dtype_cast(model, default_encoding)
+            plan = plan_for(model)
             return served_size(
-                plan_for(model.huggingface_config),
-                super().estimate_weights_size(pipeline_config),
+                plan,
+                plan.bundle.source_nbytes
+                if plan.bundle is not None
+                else super().estimate_weights_size(pipeline_config),
                 supported_encoding_dtype(stored or encoding).size_in_bytes,
                 dtype_name(supported_encoding_dtype(encoding)),
                 native=multiplies_nvfp4(model.default_device_spec.device_type),

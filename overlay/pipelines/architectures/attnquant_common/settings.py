@@ -53,6 +53,9 @@ class Settings:
     cache_dir: Path | None = None
     """Folder of the weight cache; ``None``: see :func:`default_cache_dir`."""
 
+    cache_limit: int | None = None
+    """Gigabytes (10^9 bytes) that the cache may hold; ``None``: its default."""
+
     def decomposition(self, layers: int) -> tuple[int, int]:
         """Returns the number of bands and the rank for a model.
 
@@ -63,9 +66,14 @@ class Settings:
             layers: The model's number of decoder layers.
 
         Raises:
-            SettingsError: If there are more bands than layers, or a rank is
-                needed and not set.
+            SettingsError: If there are more bands than layers, a rank is needed
+                and not set, or there is nothing for the graph to rebuild.
         """
+        if self.blocks is None and not self.precompute_outside:
+            raise SettingsError(
+                "ATTNQUANT_PRECOMPUTE_OUTSIDE=0 has nothing to rebuild: set "
+                "ATTNQUANT_BLOCKS, or serve a bundle"
+            )
         if self.blocks is None or self.blocks == layers:
             return layers, 0
         if self.blocks > layers:
@@ -112,7 +120,8 @@ class Settings:
     def identity(self) -> dict[str, str | int | list[str] | None]:
         """Returns what the served weights depend on, fit for JSON.
 
-        Where the cache lies and how the graph rebuilds are not in it.
+        Where and how large the cache is, and how the graph rebuilds, are not
+        in it.
         """
         return {
             "quant": self.quant,
@@ -260,6 +269,7 @@ VARIABLES = {
     ),
     "ATTNQUANT_GEMM": _one_of("gemm", {"0": False, "1": True, "auto": None}),
     "ATTNQUANT_CACHE_DIR": _Variable("cache_dir", _folder, "a folder"),
+    "ATTNQUANT_CACHE_LIMIT": _whole_number("cache_limit", 1),
 }
 """What there is to set, by name."""
 
@@ -284,11 +294,6 @@ def _contradictions(
         found.append(
             "ATTNQUANT_GEMM says how the graph rebuilds weights, which it "
             "does only with ATTNQUANT_PRECOMPUTE_OUTSIDE=0"
-        )
-    if runtime and "ATTNQUANT_BLOCKS" not in given:
-        found.append(
-            "ATTNQUANT_PRECOMPUTE_OUTSIDE=0 has nothing to rebuild without "
-            "ATTNQUANT_BLOCKS"
         )
     if runtime and "ATTNQUANT_QUANT" in given:
         found.append(

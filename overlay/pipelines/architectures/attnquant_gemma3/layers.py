@@ -26,19 +26,32 @@ from max.pipelines.architectures.gemma3.layers.rms_norm import Gemma3RMSNorm
 
 from ..attnquant_common.binding import bound
 from ..attnquant_common.loading import Plan
+from ..attnquant_common.rebuilt import (
+    OneDevice,
+    Rebuild,
+    RebuiltLayers,
+    RebuiltMLP,
+)
 
 
 @contextmanager
-def planned(plan: Plan, dtype: DType) -> Iterator[None]:
+def planned(plan: Plan, dtype: DType, rebuild: Rebuild) -> Iterator[None]:
     """Makes layers as a plan has them, as long as it is entered.
 
     Args:
-        plan: What is quantized, if the configuration has a ``QuantConfig``.
-        dtype: The type of the weights that are not.
+        plan: What is quantized, if the configuration has a ``QuantConfig``,
+            and what the graph rebuilds.
+        dtype: The type of the weights that are not quantized.
+        rebuild: How the graph rebuilds weights.
     """
+    rebuilt = RebuiltLayers(plan, rebuild)
     with ExitStack() as stack:
         stack.enter_context(
-            bound(gemma3, Gemma3Attention=_Attention(plan), MLP=_MLP(plan))
+            bound(
+                gemma3,
+                Gemma3Attention=_Attention(plan, rebuilt),
+                MLP=_MLP(plan, rebuilt),
+            )
         )
         if dtype != DType.bfloat16:
             norm = _norm(dtype)
@@ -50,11 +63,16 @@ def planned(plan: Plan, dtype: DType) -> Iterator[None]:
         yield
 
 
+class _RebuiltAttention(OneDevice, Gemma3Attention):
+    """The built-in attention, whose projections are rebuilt."""
+
+
 class _Attention:
     """Makes the attention of one layer after the other."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, rebuilt: RebuiltLayers) -> None:
         self._plan = plan
+        self._rebuilt = rebuilt
         self._layers = count()
 
     def __call__(
@@ -66,15 +84,21 @@ class _Attention:
         quant_config: QuantConfig | None,
         **others: object,
     ) -> Gemma3Attention:
-        groups = self._plan.quantized_groups(next(self._layers))
-        layer = Gemma3Attention(
+        index = next(self._layers)
+        groups = self._plan.quantized_groups(index)
+        rebuilt = index in self._rebuilt
+        layer = (_RebuiltAttention if rebuilt else Gemma3Attention)(
             hidden_size=hidden_size,
             dtype=dtype,
             devices=devices,
             quant_config=quant_config if "qkv" in groups else None,
             **others,
         )
-        if ("o" in groups) != ("qkv" in groups):
+        if rebuilt:
+            for group in ("qkv", "o"):
+                made = self._rebuilt.linear(index, group, dtype, devices[0])
+                setattr(layer, f"{group}_proj", made)
+        elif ("o" in groups) != ("qkv" in groups):
             layer.o_proj = Linear(
                 in_dim=layer.q_weight_dim,
                 out_dim=hidden_size,
@@ -88,8 +112,9 @@ class _Attention:
 class _MLP:
     """Makes the MLP of one layer after the other."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, rebuilt: RebuiltLayers) -> None:
         self._plan = plan
+        self._rebuilt = rebuilt
         self._layers = count()
 
     def __call__(
@@ -100,7 +125,16 @@ class _MLP:
         quant_config: QuantConfig | None,
         **others: object,
     ) -> MLP:
-        groups = self._plan.quantized_groups(next(self._layers))
+        index = next(self._layers)
+        if index in self._rebuilt:
+            gate_up, down = (
+                self._rebuilt.linear(index, group, dtype, devices[0])
+                for group in ("gate_up", "down")
+            )
+            return RebuiltMLP(
+                gate_up, down, dtype=dtype, devices=devices, **others
+            )
+        groups = self._plan.quantized_groups(index)
         layer = MLP(
             dtype=dtype,
             devices=devices,

@@ -9,16 +9,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from max.pipelines.architectures.gemma3.model_config import Gemma3Config
+from max.pipelines.lib import MAXModelConfig
 from max.pipelines.modeling.config_enums import SupportedEncoding
-from transformers import AutoConfig
 
+from ..attnquant_common.bundle import find_bundle
 from ..attnquant_common.layout import gemma3
 from ..attnquant_common.loading import Plan
-from ..attnquant_common.settings import (
-    Settings,
-    SettingsError,
-    from_environment,
-)
+from ..attnquant_common.settings import Settings, from_environment
 
 
 @dataclass(kw_only=True)
@@ -36,26 +33,23 @@ def settings() -> Settings:
     """Returns the settings, which are parsed once a process.
 
     Raises:
-        SettingsError: If they cannot be followed by this build.
+        SettingsError: If they cannot be followed.
     """
-    found = from_environment(os.environ) or Settings()
-    if not found.precompute_outside:
-        raise SettingsError(
-            "ATTNQUANT_PRECOMPUTE_OUTSIDE=0: this build rebuilds weights at "
-            "load only; expected 1"
-        )
-    return found
+    return from_environment(os.environ) or Settings()
 
 
-def plan_for(huggingface_config: AutoConfig) -> Plan:
+def plan_for(model: MAXModelConfig) -> Plan:
     """Returns what becomes of each projection of a model.
 
     Args:
-        huggingface_config: That of the model or, if it has one, of its text
-            model.
+        model: MAX's configuration of it.
 
     Raises:
         SettingsError: If the settings do not fit the model.
+        BundleError: If the checkpoint is a bundle, and damaged.
     """
-    text = getattr(huggingface_config, "text_config", huggingface_config)
-    return Plan(gemma3(text), settings())
+    config = model.huggingface_config
+    text = getattr(config, "text_config", config)
+    return Plan(
+        gemma3(text), settings(), find_bundle(model.resolved_weight_paths())
+    )
