@@ -10,6 +10,7 @@ import functools
 import json
 import subprocess
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -478,44 +479,177 @@ def test_a_checkpoint_without_a_projection_stops_max(
         assert f"the checkpoint has no {missing}" in done.stderr
 
 
+@dataclass(frozen=True)
+class Generated:
+    """What MAX computed for a prompt and eight tokens after it."""
+
+    tokens: list[int]
+    """All of them."""
+
+    logits: Float32
+    """After the prompt and after each token, [9 at most, vocabulary]."""
+
+    first: int
+    """The place of the first logits' token."""
+
+    weights: dict[str, Float32]
+    """What it should have computed with, by the checkpoint's names."""
+
+    log: str
+
+
+SERVED = {
+    "nvfp4": NVFP4,
+    "no-attention": NO_ATTENTION,
+    "bands": BANDS,
+    "matmuls": RUNTIME,
+    "op": BY_OP,
+}
+
+
+@pytest.fixture(scope="module")
+def generated(
+    run: Callable[..., subprocess.CompletedProcess[str]],
+    checkpoints: Mapping[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str], Generated]:
+    """Gives what `max generate` computes under the variables of `SERVED`."""
+
+    @functools.cache
+    def generate(served: str) -> Generated:
+        folder = checkpoints["float32"]
+        out = tmp_path_factory.mktemp(served) / "steps.npz"
+        done = run(
+            SERVED[served],
+            *("-m", "tests.toys.probe", "steps", out),
+            *("generate", "--model", folder, *gemma3.CPU_FLAGS),
+            *("--prompt", "Why is the sky blue?"),
+            *("--max-new-tokens", "8", "--top-k", "1"),
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        with np.load(out) as saved:
+            steps = range(len(saved.files) // 2)
+            tokens = [saved[f"tokens_{i}"] for i in steps]
+            logits = np.concatenate([saved[f"logits_{i}"] for i in steps])
+        return Generated(
+            np.concatenate(tokens).tolist(),
+            logits,
+            len(tokens[0]) - 1,
+            served_values(folder, SERVED[served]),
+            done.stdout + done.stderr,
+        )
+
+    return generate
+
+
+@pytest.mark.parametrize("served", SERVED)
+def test_logits_are_numpys(
+    generated: Callable[[str], Generated],
+    checkpoints: Mapping[str, Path],
+    served: str,
+) -> None:
+    """`max generate` computes what numpy does with the weights as served."""
+    made = generated(served)
+    model = reference.Gemma3(checkpoints["float32"])
+    model.weights = made.weights
+    expected = model.logits(made.tokens)[made.first :]
+    np.testing.assert_allclose(made.logits, expected, rtol=0, atol=TOLERANCE)
+    quantized = "ATTNQUANT_QUANT" in SERVED[served]
+    assert ("(dequantized at load)" in made.log) == quantized
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("served", SERVED)
+def test_logits_are_transformers(
+    generated: Callable[[str], Generated],
+    checkpoints: Mapping[str, Path],
+    served: str,
+) -> None:
+    """And what transformers' Gemma3ForCausalLM does with them."""
+    import torch
+    import transformers
+
+    made = generated(served)
+    model = transformers.Gemma3ForCausalLM.from_pretrained(
+        checkpoints["float32"], dtype="float32", attn_implementation="eager"
+    )
+    # Copied: what is mapped from a file is read-only.
+    weights = {n: torch.tensor(w) for n, w in made.weights.items()}
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert (missing, unexpected) == (["lm_head.weight"], [])
+    with torch.no_grad():
+        expected = model(torch.tensor([made.tokens])).logits[0, made.first :]
+    np.testing.assert_allclose(
+        made.logits, expected.numpy(), rtol=0, atol=TOLERANCE
+    )
+
+
+def test_forms_and_paths_compute_the_same(
+    generated: Callable[[str], Generated],
+) -> None:
+    """Rebuilt at load, by matmuls or by the op: the logits are equal.
+
+    Within float32's rounding: 1e-3 on logits of a spread of 3.5.
+    """
+    at_load, matmuls, op = map(generated, ("bands", "matmuls", "op"))
+    for other in (matmuls, op):
+        assert other.tokens == at_load.tokens
+        np.testing.assert_allclose(
+            other.logits, at_load.logits, rtol=0, atol=1e-3
+        )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "variables",
-    [NVFP4, NO_ATTENTION, RUNTIME, BY_OP],
-    ids=["all", "no-attention", "matmuls", "op"],
+    ("target", "variables"),
+    [("sm_100a", NVFP4), ("sm_90a", RUNTIME), ("sm_90a", BY_OP)],
+    ids=["nvfp4", "matmuls", "op"],
 )
-def test_generated_logits_are_those_of_the_values(
+def test_graphs_compile_for_a_gpu(
     run: Callable[..., subprocess.CompletedProcess[str]],
     checkpoints: Mapping[str, Path],
     tmp_path: Path,
+    target: str,
     variables: dict[str, str],
 ) -> None:
-    """`max generate` computes what numpy does with the dequantized weights."""
-    folder, out = checkpoints["float32"], tmp_path / "steps.npz"
+    """MAX makes a compiled graph of each for a GPU that is not there."""
     done = run(
         variables,
-        *("-m", "tests.toys.probe", "steps", out),
-        *("generate", "--model", folder, *gemma3.CPU_FLAGS),
-        *("--prompt", "Why is the sky blue?"),
-        *("--max-new-tokens", "8", "--top-k", "1"),
+        *("-m", "max._entrypoints.pipelines", "warm-cache"),
+        *("--target", f"cuda:{target}", "--devices", "gpu:0"),
+        *("--model", checkpoints["bfloat16"], "--max-length", "256"),
+        *("--export-mefs", tmp_path),
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    with np.load(out) as saved:
-        count = len(saved.files) // 2
-        tokens = [saved[f"tokens_{i}"] for i in range(count)]
-        logits = np.concatenate([saved[f"logits_{i}"] for i in range(count)])
-    model = reference.Gemma3(folder)
-    model.weights = quantized_values(folder, variables)
-    expected = model.logits(np.concatenate(tokens).tolist())
-    np.testing.assert_allclose(
-        logits, expected[len(tokens[0]) - 1 :], rtol=0, atol=TOLERANCE
-    )
-    assert "(dequantized at load)" in done.stdout + done.stderr
+    (graph,) = tmp_path.glob("gemma3_text-*.mef")
+    assert target.encode() in graph.read_bytes()
 
 
 def map_name(name: str) -> str:
     """Returns MAX's name of a tensor in the checkpoint."""
     return f"language_{name}"
+
+
+def served_values(
+    folder: Path, variables: Mapping[str, str]
+) -> dict[str, Float32]:
+    """Returns a checkpoint's weights as variables have them served."""
+    if "ATTNQUANT_BLOCKS" not in variables:
+        return quantized_values(folder, variables)
+    weights = reference.read_safetensors(folder / "model.safetensors")
+    rank = int(variables["ATTNQUANT_RANK"])
+    layers = gemma3.SHAPES["toy"].num_hidden_layers
+    for band in np.split(np.arange(layers), int(variables["ATTNQUANT_BLOCKS"])):
+        for projection in (name for fused in FUSED for name in fused):
+            names = [f"model.layers.{i}.{projection}.weight" for i in band]
+            mean = np.mean([weights[n] for n in names], axis=0, dtype=float)
+            for name in names:
+                left, sizes, right = np.linalg.svd(
+                    weights[name] - mean, full_matrices=False
+                )
+                best = (left[:, :rank] * sizes[:rank]) @ right[:rank]
+                weights[name] = (mean + best).astype(np.float32)
+    return weights
 
 
 def quantized_values(

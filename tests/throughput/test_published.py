@@ -10,6 +10,7 @@ from tests.kernels.report import no_wait, small_k
 
 from throughput.capture_equality import judge
 from throughput.report import render
+from throughput.sampling import calls_a_step, render_calls
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -82,3 +83,39 @@ def test_sampling_figures_in_sentences_are_those_of_the_runs() -> None:
     assert (
         f"{before:.0f} us and a wait for the device, {after:.0f} us" in readme
     )
+
+
+def test_served_steps_are_those_of_the_recorded_run() -> None:
+    """Rows and ratio stand in the page; one wait a step is gone."""
+    recorded = DOCS / "results" / "gemma3-sampling-26.5-h200.json"
+    results = json.loads(recorded.read_text())
+    text = f"{render_calls(results)}\n{render(results)}"
+    lines = [
+        line
+        for line in text.splitlines()
+        if line.startswith(("| overlays", "- overlays on / "))
+    ]
+    assert len(lines) == 5
+    page = (DOCS / "sampling.md").read_text()
+    assert [line for line in lines if line not in page] == []
+    waits = {
+        arm: calls_a_step(samples)["cuStreamSynchronize"]
+        for arm, samples in results["driver_calls"].items()
+    }
+    assert waits == {"overlays off": 1, "overlays on": 0}
+
+
+def test_waiting_is_that_of_the_recorded_runs() -> None:
+    """What the page says of the rebuilt 26.4.0, it says of those runs."""
+    recorded = DOCS / "results" / "waiting-26.4-h200.json"
+    results = json.loads(recorded.read_text())
+    page = " ".join((DOCS / "concepts.md").read_text().split())
+    for arm, said in (
+        ("fixed", "returned after {} ms"),
+        ("wait", "wait left in, after {} ms"),
+        ("untouched", "before the wait, after {} ms"),
+    ):
+        assert results[arm]["not_among_five_best"] == []
+        assert results[arm]["tokens"] == 73
+        calls = [turn["call_ms"] for turn in results[arm]["turns"]]
+        assert said.format(f"{min(calls):.1f} to {max(calls):.1f}") in page

@@ -25,7 +25,7 @@ struct Rebuild:
         x: InputTensor[dtype=dtype, rank=2, ...],
         ctx: DeviceContext,
     ) raises:
-        """Rebuilds w0 + b a: summed in float32, and rounded once.
+        """Rebuilds w0 + b a: summed in float32 and rounded once, by our kernel.
 
         All are rows that lie one after the other, as MAX hands them to ops.
 
