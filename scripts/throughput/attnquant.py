@@ -16,17 +16,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from statistics import median
-from typing import Any
 
 from throughput.capture import add_protocol, measure, protocol_of, served
 from throughput.report import render
 from throughput.server import CAPTURE_OFF, Arm, MeasureError
 
 _FORMS = {"matmuls": "1", "a custom op": "0"}
-_MIB = {"MiB": 1, "GiB": 1 << 10, "TiB": 1 << 20}
 
 
 def arms(
@@ -78,31 +75,6 @@ def _variables(blocks: int, rank: int) -> tuple[tuple[str, str], ...]:
     )
 
 
-def render_memory(results: Mapping[str, Any]) -> str:
-    """Returns the table of GPU memory as Markdown.
-
-    That is what is in use after the load, less what the server's log says of
-    the key-value cache, which takes whatever is left.
-
-    Args:
-        results: What this program writes.
-    """
-    by_arm: dict[str, list[float]] = {}
-    for trial in results["trials"]:
-        if not trial["gpu_memory_mib"]:
-            continue
-        used = float(trial["gpu_memory_mib"][0])
-        _, size, unit = trial["log"]["kv_cache"].split()
-        cache = float(size) * _MIB[unit]
-        by_arm.setdefault(trial["arm"], []).append(used - cache)
-    lines = ["| arm | MiB beside the key-value cache |", "| --- | --- |"]
-    lines += [
-        f"| {arm} | {median(each):.0f} [{min(each):.0f}, {max(each):.0f}] |"
-        for arm, each in by_arm.items()
-    ]
-    return "\n".join(lines)
-
-
 def main() -> int:
     """Runs the command line."""
     parser = argparse.ArgumentParser(
@@ -128,7 +100,7 @@ def main() -> int:
     except MeasureError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(render(results), render_memory(results), sep="\n\n")
+    print(render(results))
     return 0
 
 

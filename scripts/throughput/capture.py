@@ -195,12 +195,9 @@ def trial(
             str(c): asyncio.run(load(server, protocol, c, seed=c * 1_000_000))
             for c in protocol.concurrency
         }
-        # What MAX takes from the device it keeps, so this is the most.
-        memory = query_gpu("memory.used")
     return {
         "arm": arm.name,
         "gpu_before": gpu,
-        "gpu_memory_mib": memory,
         "startup_s": server.startup_s,
         "log": check_log(arm, log.read_text(errors="replace")),
         "loads": loads,

@@ -5,7 +5,9 @@ Two checkpoints of one model that differ in their number of layers are served
 with capture off, so that MAX launches each kernel of a step by itself, under
 the library that counts calls of the CUDA driver (`throughput.driver_calls`).
 The difference of their launches a step, over that of their layers, is a
-layer's. Arms are told apart by environment variables.
+layer's. What of the GPU's memory the key-value cache leaves is told, too: with
+capture on MAX takes all there is, so that it would not show. Arms are told
+apart by environment variables.
 
     python -m throughput.launches --patched PYTHON --model DIR4 DIR8 \
         --arm built-in \
@@ -29,8 +31,9 @@ from typing import Any
 from throughput import driver_calls, sampling
 from throughput.capture import Protocol, machine, resume
 from throughput.sampling import calls_a_step
-from throughput.server import CAPTURE_OFF, Arm, MeasureError
+from throughput.server import CAPTURE_OFF, Arm, MeasureError, check_log
 
+_MIB = {"KiB": 1 / (1 << 10), "MiB": 1, "GiB": 1 << 10, "TiB": 1 << 20}
 _VARIABLE = re.compile(
     r"(?P<variable>\w+)(@(?P<layers>\d+))?=(?P<value>.*)", re.DOTALL
 )
@@ -97,7 +100,7 @@ def layers(model: Path) -> int:
 
 def counted(
     arm: Arm, model: Path, number: int, log: Path, flags: Sequence[str]
-) -> list[dict[str, Any]]:
+) -> dict[str, Any]:
     """Starts a server that counts its launches, and stops it.
 
     Args:
@@ -109,7 +112,8 @@ def counted(
             for the arm's name and the checkpoint's layers.
 
     Returns:
-        What `throughput.sampling.counted` returns.
+        As `samples` what `throughput.sampling.counted` returns, and as
+        `kv_cache` what the log says of the key-value cache.
 
     Raises:
         MeasureError: If a step launches no kernel, or captured graphs, whose
@@ -124,14 +128,15 @@ def counted(
             f"{arm.name}: a step of {model} makes the calls {calls}: "
             "expected kernels and no captured graph, whose kernels do not show"
         )
-    return samples
+    said = check_log(arm, log.read_text(errors="replace"))
+    return {"samples": samples, "kv_cache": said.get("kv_cache", "")}
 
 
 def launches_a_step(samples: Sequence[Mapping[str, Any]]) -> float:
     """Returns the kernels that one decode step launches.
 
     Args:
-        samples: What `counted` returns.
+        samples: Of `counted`.
     """
     calls = calls_a_step(samples)
     return sum(calls[name] for name in driver_calls.LAUNCHES)
@@ -193,17 +198,35 @@ def render(results: Mapping[str, Any]) -> str:
     few, many = (number for number, _ in results["models"])
     lines = [
         f"| kernels launched | a step, {few} layers | a step, {many} layers "
-        "| a layer | beside the layers |",
-        "| --- | --- | --- | --- | --- |",
+        f"| a layer | beside the layers | MiB, {many} layers |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
     for name, by_layers in results["driver_calls"].items():
-        less, more = (launches_a_step(by_layers[str(n)]) for n in (few, many))
-        a_layer = (more - less) / (many - few)
-        cells = (less, more, a_layer, less - few * a_layer)
-        lines.append(
-            f"| {name} | {' | '.join(f'{cell:.2f}' for cell in cells)} |"
+        less, more = (
+            launches_a_step(by_layers[str(n)]["samples"]) for n in (few, many)
         )
+        a_layer = (more - less) / (many - few)
+        counts = (less, more, a_layer, less - few * a_layer)
+        cells = [f"{count:.2f}" for count in counts]
+        cells.append(memory(by_layers[str(many)]))
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def memory(counted: Mapping[str, Any]) -> str:
+    """Returns the most MiB in use beside the key-value cache, or a dash.
+
+    The cache takes what the plan for the weights leaves, so it is no part of
+    what an arm needs.
+
+    Args:
+        counted: What `counted` returns.
+    """
+    used = [float(n) for s in counted["samples"] for n in s["memory_mib"]]
+    if not used or not counted["kv_cache"]:
+        return "-"
+    _, size, unit = counted["kv_cache"].split()
+    return f"{max(used) - float(size) * _MIB[unit]:.0f}"
 
 
 def main() -> int:

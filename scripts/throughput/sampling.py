@@ -34,6 +34,7 @@ from throughput.capture import (
     await_idle_gpu,
     measure,
     protocol_of,
+    query_gpu,
     served,
 )
 from throughput.client import complete, prompt
@@ -112,8 +113,8 @@ async def count(server_url: str, counts: Path) -> list[dict[str, Any]]:
         counts: That environment's folder.
 
     Returns:
-        Of each request: the tokens of its answer, and its driver calls by
-        function.
+        Of each request: the tokens of its answer, its driver calls by
+        function, and the MiB of GPU memory that are in use after it.
     """
     samples = []
     async with httpx.AsyncClient(base_url=server_url, timeout=300) as client:
@@ -126,7 +127,10 @@ async def count(server_url: str, counts: Path) -> list[dict[str, Any]]:
             await asyncio.sleep(_SETTLE_S)
             after = driver_calls.read(counts)
             calls = {name: n - before.get(name, 0) for name, n in after.items()}
-            samples.append({"tokens": tokens, "calls": calls})
+            used = query_gpu("memory.used")
+            samples.append(
+                {"tokens": tokens, "calls": calls, "memory_mib": used}
+            )
     return samples[1:]  # The first warms the server up.
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from throughput.attnquant import arms, render_memory
+from throughput.attnquant import arms
 from throughput.capture import Protocol, measure, served
 from throughput.server import Arm, MeasureError, check_log
 
@@ -94,13 +94,3 @@ def test_variables_reach_the_server(
     protocol = Protocol(starts=1, rounds=1, prompt_tokens=20, output_tokens=4)
     results = measure((arm,), tmp_path, protocol, tmp_path / "results.json")
     assert results["arms"]["b"]["variables"] == {"FAKE_V": "7"}
-
-
-def test_memory_is_what_the_key_value_cache_leaves() -> None:
-    """What is in use after the load, less the cache, in MiB."""
-    log = {"kv_cache": "cache_memory: 1.50 GiB"}
-    trials = [
-        {"arm": "a", "gpu_memory_mib": [used], "log": log}
-        for used in ("4000", "4004", "4020")
-    ]
-    assert "| a | 2468 [2464, 2484] |" in render_memory({"trials": trials})

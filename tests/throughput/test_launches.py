@@ -143,10 +143,10 @@ fake_server.main()
 
 TABLE = """\
 | kernels launched | a step, 2 layers | a step, 6 layers | a layer \
-| beside the layers |
-| --- | --- | --- | --- | --- |
-| built-in | 13.00 | 29.00 | 4.00 | 5.00 |
-| bands | 14.00 | 32.00 | 4.50 | 5.00 |
+| beside the layers | MiB, 6 layers |
+| --- | --- | --- | --- | --- | --- |
+| built-in | 13.00 | 29.00 | 4.00 | 5.00 | - |
+| bands | 14.00 | 32.00 | 4.50 | 5.00 | - |
 """
 """What the program has to say of that server."""
 
@@ -331,3 +331,16 @@ def test_models_of_one_size_are_refused(
     with pytest.raises(SystemExit):
         run("--arm", "a")
     assert "both models have 6 layers" in capsys.readouterr().err
+
+
+def test_memory_is_what_the_key_value_cache_leaves() -> None:
+    """The most in use, less the cache, in MiB; without a GPU a dash."""
+    counted = {
+        "samples": [{"memory_mib": [used]} for used in ("4000", "4020")],
+        "kv_cache": "cache_memory: 1.50 GiB",
+    }
+    assert launches.memory(counted) == "2484"
+    assert (
+        launches.memory({"samples": [{"memory_mib": []}], "kv_cache": ""})
+        == "-"
+    )
