@@ -9,7 +9,8 @@ Needs MAX 26.7, patched or not. On a GPU, from the repository's root::
 Exit status 1 if what must hold does not; ``failures`` in the JSON names it.
 
 The op of ours is compiled once, for any shape. MAX's matmul is compiled for
-each shape and rank by itself, as models have them, in as many processes.
+each shape and rank by itself, as models have them, in as many processes, or
+beforehand by ``--compile sm_90a --mefs DIR``.
 Several weights are rebuilt in a captured graph, and as many graphs replayed in
 turn as have more bytes together than the GPU's cache.
 """
@@ -239,8 +240,9 @@ class Rebuilder:
         self.has_weight = rank is not None
 
     def compile(self) -> None:
-        """Compiles the graph, into the cache."""
-        InferenceSession(devices=[self.device]).compile(self.graph)
+        """Compiles the graph, into the cache or a folder."""
+        session = InferenceSession(devices=[self.device])
+        session.compile_reusing_mefs(self.graph)
 
     def load(self, a: Floats | None = None) -> Model:
         """Compiles and loads the graph.
@@ -380,7 +382,7 @@ class Check:
         dtype = DType.bfloat16
         rate = self.copy()["GB/s"]
         found: dict[str, Any] = {"copy GB/s": rate}
-        any_shape = Rebuilder(self.device, ["custom op"], repeats=REPEATS)
+        any_shape = self.any_shape()
         any_model = any_shape.load()
         for key, (name, (n, k)) in enumerate(SHAPES.items()):
             sets = max(1, ENOUGH // (4 * n * k * REPEATS))
@@ -431,6 +433,10 @@ class Check:
             rank=16,
             projects=True,
         )
+
+    def any_shape(self) -> Rebuilder:
+        """The graph that the op of ours is timed by."""
+        return Rebuilder(self.device, ["custom op"], repeats=REPEATS)
 
     def by_matmul(self, shape: Shape, rank: int) -> Rebuilder:
         """The graph that MAX's matmul is timed by."""
@@ -528,17 +534,24 @@ def compile_all() -> dict[str, float]:
 
 def main() -> int:
     """Checks, and writes or prints JSON."""
-    arguments = Parser(__doc__, action="store_true").parse_args()
+    arguments = Parser(__doc__, action="store_true").arguments()
     if arguments.compile:
         pretend(arguments.compile)
         for dtype in BITS:
             Rebuilder(Accelerator(), ["custom op"], dtype).compile()
-        Check(Accelerator()).projecting().compile()
+        check = Check(Accelerator())
+        check.projecting().compile()
+        if arguments.mefs:
+            check.any_shape().compile()
+            for case in MATMULS:
+                check.by_matmul(*case).compile()
         return 0
     check = Check(CPU() if arguments.cpu else Accelerator())
     parts: list[Callable[[], Any]] = [check.odd]
     if not arguments.cpu:
-        parts = [compile_all, check.odd, check.products, check.timing]
+        parts += [check.products, check.timing]
+    if not arguments.cpu and not arguments.mefs:
+        parts.insert(0, compile_all)
     result: dict[str, Any] = {"failures": check.failures, "seconds": {}}
     for part in parts:
         start = time.perf_counter()

@@ -29,12 +29,16 @@ def test_times_are_the_servers(
 ) -> None:
     """First token and step come out as the server spaces them."""
     arm = fake_arm(first_s=0.2, token_s=0.02)
-    done = request(arm, tmp_path, prompt(5, 0), max_tokens=11)
-    assert 0.2 <= done.ttft_s < 0.4
-    assert 0.02 <= done.step_s < 0.04
-    assert done.end - done.start >= 0.4
-    assert len(done.stamps) == 11
-    done.check(11, prompt_tokens=9)
+    runs = []
+    for seed in range(3):
+        done = request(arm, tmp_path, prompt(5, seed), max_tokens=11)
+        assert done.end - done.start >= 0.4
+        assert len(done.stamps) == 11
+        done.check(11, prompt_tokens=9)
+        runs.append(done)
+    # A busy machine makes one late, but none early.
+    assert 0.2 <= min(run.ttft_s for run in runs) < 0.4
+    assert 0.02 <= min(run.step_s for run in runs) < 0.04
 
 
 @pytest.mark.parametrize(
