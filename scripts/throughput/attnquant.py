@@ -19,7 +19,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from throughput.capture import add_protocol, measure, protocol_of, served
+from throughput.capture import add_protocol, measure, parse, protocol_of
+from throughput.graphs import served
 from throughput.report import render
 from throughput.server import CAPTURE_OFF, Arm, MeasureError
 
@@ -87,13 +88,14 @@ def main() -> int:
     add("--blocks", type=int, required=True, help="bands")
     add("--ranks", type=int, nargs="+", default=[4, 32])
     add_protocol(parser)
-    args = parser.parse_args()
+    args = parse(parser)
+    protocol = protocol_of(args)
     all_arms = arms(args.patched, args.patched_path, args.blocks, args.ranks)
     try:
         results = measure(
-            served(all_arms, args.mefs),
+            served(all_arms, args, protocol.flags),
             args.model,
-            protocol_of(args),
+            protocol,
             args.output,
             args.time_limit,
         )

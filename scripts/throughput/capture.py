@@ -25,12 +25,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from throughput import graphs
 from throughput.client import complete, prompt
 from throughput.report import render
 from throughput.server import (
@@ -277,7 +278,7 @@ def add_protocol(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of every timed measurement."""
     add = parser.add_argument
     add("--model", type=Path, required=True, help="checkpoint folder")
-    add("--output", type=Path, required=True, help="results file")
+    add("--output", type=Path, help="results file")
     add("--starts", type=int, default=Protocol.starts, help="servers an arm")
     add("--rounds", type=int, default=Protocol.rounds)
     add("--concurrency", type=int, nargs="+", default=[1])
@@ -289,34 +290,15 @@ def add_protocol(parser: argparse.ArgumentParser) -> None:
         "rest",
     )
     add("--serve-flag", action="append", default=[], help="for every server")
-    add(
-        "--mefs",
-        type=Path,
-        help="folder of compiled graphs, which `max warm-cache --export-mefs` "
-        "wrote on this or another machine; by what an arm's `graphs` says",
-    )
+    graphs.add_arguments(parser)
 
 
-def served(arms: Sequence[Arm], mefs: Path | None) -> list[Arm]:
-    """Returns arms that serve compiled graphs instead of compiling.
-
-    MAX finds a compiled graph by its name and signature, so that arms whose
-    graphs differ otherwise need folders of their own.
-
-    Args:
-        arms: The arms.
-        mefs: The folder with a folder of graphs for each `Arm.graphs`, or
-            `None` to compile.
-    """
-    if mefs is None:
-        return list(arms)
-    return [
-        replace(
-            arm,
-            flags=(*arm.flags, "--precompiled-mefs", str(mefs / arm.graphs)),
-        )
-        for arm in arms
-    ]
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parses a command line that has those arguments."""
+    args = parser.parse_args()
+    if not (args.output or args.compile_for):
+        parser.error("the following arguments are required: --output")
+    return args
 
 
 def protocol_of(args: argparse.Namespace) -> Protocol:
@@ -341,15 +323,15 @@ def main() -> int:
     add("--patched", required=True, help="interpreter of ours")
     add("--patched-path", default="", help="its PYTHONPATH")
     add_protocol(parser)
-    args = parser.parse_args()
+    args = parse(parser)
     protocol = protocol_of(args)
-    arms = (
+    arms = [
         Arm("built-in", args.baseline, args.baseline_path, graphs="built-in"),
         *ours(args.patched, args.patched_path),
-    )
+    ]
     try:
         results = measure(
-            served(arms, args.mefs),
+            graphs.served(arms, args, protocol.flags),
             args.model,
             protocol,
             args.output,

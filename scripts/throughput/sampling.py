@@ -33,11 +33,12 @@ from throughput.capture import (
     add_protocol,
     await_idle_gpu,
     measure,
+    parse,
     protocol_of,
     query_gpu,
-    served,
 )
 from throughput.client import complete, prompt
+from throughput.graphs import served
 from throughput.report import render
 from throughput.server import Arm, MeasureError, serve
 
@@ -85,11 +86,9 @@ class OverlayArm(Arm):
         return super().versions() | {"overlays": ", ".join(found)}
 
 
-def arms(
-    python: str, path: str, overlays: Sequence[str]
-) -> tuple[OverlayArm, OverlayArm]:
+def arms(python: str, path: str, overlays: Sequence[str]) -> list[Arm]:
     """Returns the two arms: overlays off, and as the wheel comes."""
-    return (
+    return [
         OverlayArm(
             "overlays off", python, path, capture=True, graphs="overlays-off"
         ),
@@ -101,7 +100,7 @@ def arms(
             graphs="overlays-on",
             overlays=tuple(overlays),
         ),
-    )
+    ]
 
 
 async def count(server_url: str, counts: Path) -> list[dict[str, Any]]:
@@ -241,12 +240,11 @@ def main() -> int:
     add("--patched-path", default="", help="its PYTHONPATH")
     add("--overlay", nargs="+", required=True, help="that the wheel carries")
     add_protocol(parser)
-    args = parser.parse_args()
+    args = parse(parser)
     protocol = protocol_of(args)
-    both = served(
-        arms(args.patched, args.patched_path, args.overlay), args.mefs
-    )
+    both = arms(args.patched, args.patched_path, args.overlay)
     try:
+        both = served(both, args, protocol.flags)
         count_calls(both, args.model, protocol, args.output)
         results = measure(
             both, args.model, protocol, args.output, args.time_limit

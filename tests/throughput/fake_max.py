@@ -129,11 +129,20 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(b"data: [DONE]\n\n")
 
 
+def warm_cache() -> None:
+    """Writes a file for what it would compile, and its arguments."""
+    folder = Path(sys.argv[sys.argv.index("--export-mefs") + 1])
+    (folder / "graph.mef").write_text(json.dumps(sys.argv[1:]))
+
+
 def main() -> None:
-    """Serves until told to stop."""
+    """Serves until told to stop, or compiles."""
     if SETTINGS["exit_code"] is not None:
         print("cannot allocate", flush=True)
         sys.exit(SETTINGS["exit_code"])
+    if "warm-cache" in sys.argv:
+        warm_cache()
+        return
     says = CAPTURE if SETTINGS["log_says"] is None else SETTINGS["log_says"]
     say("    pipeline             : FakePipeline")
     say(f"    device_graph_capture : {says}")

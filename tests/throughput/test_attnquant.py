@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from throughput.attnquant import arms
-from throughput.capture import Protocol, measure, served
+from throughput.capture import Protocol, measure
 from throughput.server import Arm, MeasureError, check_log
 
 LOG = """
@@ -40,23 +40,14 @@ def test_every_path_is_an_arm() -> None:
     assert [a.capture for a in made.values()] == [False, True] * 2 + [True] * 4
 
 
-def test_arms_with_other_graphs_have_other_folders(tmp_path: Path) -> None:
-    """A compiled graph is found by name and signature, which do not differ.
+def test_arms_with_other_graphs_have_other_folders() -> None:
+    """Capture is no matter of the graph; precompute-outside has the built-in's.
 
-    Capture is no matter of the graph, and precompute-outside has the
-    built-in's.
+    A compiled graph is found by name and signature, which the others' share.
     """
     made = arms("python", "", 2, [4, 32])
     assert [arm.graphs for arm in made[:4]] == ["built-in"] * 4
     assert len({arm.graphs for arm in made}) == 5
-    flags = [arm.flags for arm in served(made, tmp_path)]
-    expected = ("--precompiled-mefs", str(tmp_path / "rank-32-op"))
-    assert flags[-1] == expected
-    assert flags[0] == (
-        "--no-device-graph-capture",
-        *("--precompiled-mefs", str(tmp_path / "built-in")),
-    )
-    assert served(made, None) == made
 
 
 @pytest.mark.parametrize(
