@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -28,11 +27,11 @@ from max.driver import (
     Accelerator,
     Buffer,
     Device,
-    DeviceEvent,
 )
 from max.dtype import DType
 from tests.attnquant.nvfp4_cases import bfloat16, cases, float32, tiny
 from tests.kernels.command import Parser, pretend, put
+from tests.kernels.timing import race
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "overlay" / "pipelines" / "architectures"))
@@ -145,7 +144,14 @@ class Check:
                 )
                 for scales in ("rtn", "sweep")
             }
-            found[f"{n}x{k}"] = took = race(self.device, arms, inputs)
+            found[f"{n}x{k}"] = took = race(
+                self.device,
+                {
+                    name: functools.partial(_each, call, inputs)
+                    for name, call in arms.items()
+                },
+                calls=count,
+            )
             size = n * k * 2
             for arm in took.values():
                 arm["GB/s"] = size / arm["median"] / 1e3
@@ -160,34 +166,9 @@ class Check:
         return found
 
 
-def race(
-    device: Device,
-    arms: dict[str, Callable[[Buffer], object]],
-    inputs: list[Buffer],
-    turns: int = 9,
-) -> dict[str, Any]:
-    """Microseconds a call; the arms take turns, the first turn warms up."""
-    queue = device.default_queue
-    took: dict[str, list[float]] = {name: [] for name in arms}
-    for turn in range(turns + 1):
-        for name, call in arms.items():
-            begin = DeviceEvent(device, enable_timing=True)
-            end = DeviceEvent(device, enable_timing=True)
-            device.synchronize()
-            queue.record_event(begin)
-            for w in inputs:
-                call(w)
-            queue.record_event(end)
-            end.synchronize()
-            if turn:
-                took[name].append(1e3 * begin.elapsed_time(end) / len(inputs))
-    return {
-        name: {
-            "median": statistics.median(values),
-            "range": [min(values), max(values)],
-        }
-        for name, values in took.items()
-    }
+def _each(call: Callable[[Buffer], object], inputs: list[Buffer]) -> None:
+    for each in inputs:
+        call(each)
 
 
 def main() -> int:

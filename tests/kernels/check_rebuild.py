@@ -21,10 +21,9 @@ import dataclasses
 import functools
 import itertools
 import multiprocessing
-import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,6 @@ from max.driver import (
     Accelerator,
     Buffer,
     Device,
-    DeviceEvent,
     accelerator_architecture_name,
 )
 from max.dtype import DType
@@ -43,6 +41,7 @@ from max.engine import InferenceSession, Model
 from max.graph import DeviceRef, Graph, TensorType, TensorValue, Weight
 from tests.attnquant.nvfp4_cases import bfloat16, float32
 from tests.kernels.command import Parser, pretend, put
+from tests.kernels.timing import race
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "overlay" / "pipelines" / "architectures"))
@@ -368,7 +367,7 @@ class Check:
                     target.inplace_copy_from(source) for target in targets
                 ]
             },
-            calls=4 * len(targets),
+            calls=len(targets),
             runs=4,
         )["copy"]
         took["GB/s"] = 4 * n * k / took["median"] / 1e3
@@ -464,48 +463,13 @@ class Check:
                 model.replay(key, *inputs)
 
         took = race(
-            self.device, {"": replay}, calls=len(sets) * REPEATS * 2, runs=2
+            self.device, {"": replay}, calls=len(sets) * REPEATS, runs=2
         )[""]
         judge(outputs[-1][-1])
         del outputs
         for key in keys:
             model.release_captured_graph(key)
         return took
-
-
-def race(
-    device: Device,
-    arms: Mapping[str, Callable[[], object]],
-    *,
-    calls: int,
-    runs: int,
-    turns: int = 9,
-) -> dict[str, Any]:
-    """Microseconds a call, if `runs` of an arm are `calls`.
-
-    The arms take turns, of which the first warms up.
-    """
-    queue = device.default_queue
-    took: dict[str, list[float]] = {name: [] for name in arms}
-    for turn in range(turns + 1):
-        for name, call in arms.items():
-            begin = DeviceEvent(device, enable_timing=True)
-            end = DeviceEvent(device, enable_timing=True)
-            device.synchronize()
-            queue.record_event(begin)
-            for _ in range(runs):
-                call()
-            queue.record_event(end)
-            end.synchronize()
-            if turn:
-                took[name].append(1e3 * begin.elapsed_time(end) / calls)
-    return {
-        name: {
-            "median": statistics.median(values),
-            "range": [min(values), max(values)],
-        }
-        for name, values in took.items()
-    }
 
 
 def compile_one(architecture: str, case: tuple[Shape, int] | None) -> float:

@@ -19,7 +19,6 @@ import dataclasses
 import functools
 import itertools
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +32,6 @@ from max.driver import (
     Accelerator,
     Buffer,
     Device,
-    DeviceEvent,
 )
 from max.dtype import DType
 from max.engine import InferenceSession
@@ -41,6 +39,7 @@ from max.graph import DeviceRef, Graph, TensorType, TensorValue
 from max.nn.kernels import topk_fused_sampling
 from scipy import stats
 from tests.kernels.command import Parser, pretend, put
+from tests.kernels.timing import race
 
 ROOT = Path(__file__).resolve().parents[2]
 OVERLAY = ROOT / "overlay" / "kernels" / "small_k_sampling"
@@ -440,7 +439,7 @@ class Check:
                     fresh = sampler.inputs(logits, Settings(k))
                     captured[arm][1].inplace_copy_from(fresh[1])
                 found["batch={} vocabulary={} k={}".format(*shape, k)] = race(
-                    self.overlay.device, calls
+                    self.overlay.device, calls, calls=REPEATS, runs=12
                 )
             kept.clear()
             for sampler in self.both.values():
@@ -494,37 +493,6 @@ def fit(
         "draws": int(draws),
         "foreign": int(counts[shares == 0].sum()),
         "p_value": float(p_value),
-    }
-
-
-def race(
-    device: Device,
-    calls: dict[str, Callable[[], object]],
-    turns: int = 9,
-    runs: int = 12,
-) -> dict[str, dict[str, Any]]:
-    """Microseconds a sampling; the arms take turns, the first turn warms up."""
-    queue = device.default_queue
-    took: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(turns + 1):
-        for name, call in calls.items():
-            begin = DeviceEvent(device, enable_timing=True)
-            end = DeviceEvent(device, enable_timing=True)
-            device.synchronize()
-            queue.record_event(begin)
-            for _ in range(runs):
-                call()
-            queue.record_event(end)
-            end.synchronize()
-            if turn:
-                milliseconds = begin.elapsed_time(end)
-                took[name].append(1e3 * milliseconds / (runs * REPEATS))
-    return {
-        name: {
-            "median": statistics.median(values),
-            "range": [min(values), max(values)],
-        }
-        for name, values in took.items()
     }
 
 
