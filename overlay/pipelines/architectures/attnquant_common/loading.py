@@ -68,8 +68,8 @@ class Plan:
             self.settings.decomposition(self.layout.layers)
         else:
             self._check_bundle(self.bundle)
-        for group in self.layout.groups().values():
-            for layer in range(self.layout.layers):
+        for (_, layers), group in self.layout.groups().items():
+            for layer in layers:
                 self._check_group(layer, group)
 
     @property
@@ -104,14 +104,13 @@ class Plan:
         return [
             Fused(
                 self.layout,
-                name,
+                members[0].group,
                 layers,
                 members,
                 tuple(min(self.rank, *p.shape) for p in members),
             )
-            for layers in bands(self.layout.layers, self.blocks)
+            for layers, members in self._bands()
             if len(layers) > 1
-            for name, members in self.layout.groups().items()
         ]
 
     @cached_property
@@ -140,7 +139,8 @@ class Plan:
         return frozenset(
             projection.group
             for projection in self.layout.projections
-            if self.layout.module(layer, projection) in self.quantized
+            if layer in projection.layers
+            and self.layout.module(layer, projection) in self.quantized
         )
 
     def specs(self, source: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
@@ -221,11 +221,10 @@ class Plan:
                     yield name, Tensor(part, "F32")
             return
         rewritten = set(self.rewritten)
-        for layers in bands(self.layout.layers, self.blocks):
-            for group in self.layout.groups().values():
-                # Of a band, all layers are rewritten or it is one layer.
-                if (layers[0], group[0]) in rewritten:
-                    yield from self._rewrite_group(source, layers, group)
+        for layers, group in self._bands():
+            # Of a band, all layers are rewritten or it is one layer.
+            if (layers[0], group[0]) in rewritten:
+                yield from self._rewrite_group(source, layers, group)
 
     def check_devices(self, count: int) -> None:
         """Checks that as many devices can serve the model.
@@ -242,7 +241,7 @@ class Plan:
     def _rewrite_group(
         self,
         source: Mapping[str, Tensor],
-        layers: range,
+        layers: tuple[int, ...],
         group: Sequence[Projection],
     ) -> Iterator[tuple[str, Tensor]]:
         weights = [self._rebuilt(source, layers, p) for p in group]
@@ -270,7 +269,10 @@ class Plan:
                 yield f"{module}.input_scale", _scalar(INPUT_SCALE)
 
     def _rebuilt(
-        self, source: Mapping[str, Tensor], layers: range, p: Projection
+        self,
+        source: Mapping[str, Tensor],
+        layers: tuple[int, ...],
+        p: Projection,
     ) -> Sequence[Tensor]:
         modules = [self.layout.module(layer, p) for layer in layers]
         if len(modules) == 1:
@@ -279,7 +281,10 @@ class Plan:
         return _Rebuilt(band, [self._dtype(source, m) for m in modules])
 
     def _band(
-        self, source: Mapping[str, Tensor], layers: range, p: Projection
+        self,
+        source: Mapping[str, Tensor],
+        layers: tuple[int, ...],
+        p: Projection,
     ) -> Band:
         modules = [self.layout.module(layer, p) for layer in layers]
         if self.bundle is not None:
@@ -287,15 +292,31 @@ class Plan:
         names = [f"{module}.weight" for module in modules]
         return decompose_band(Widened(source, names), self.rank, names=names)
 
-    def _shared(self) -> Iterator[tuple[range, Projection]]:
+    def _shared(self) -> Iterator[tuple[tuple[int, ...], Projection]]:
         """Gives the bands of several layers, and their projections."""
-        for layers in bands(self.layout.layers, self.blocks):
+        for layers, group in self._bands():
             if len(layers) > 1:
-                for projection in self.layout.projections:
+                for projection in group:
                     yield layers, projection
 
+    def _bands(self) -> list[tuple[tuple[int, ...], tuple[Projection, ...]]]:
+        """Returns the bands of each fused group, that of the first layer first.
+
+        The layers that have a group, in their order, are cut into as many
+        bands as there should be, or one a layer where they are fewer.
+        """
+        found = [
+            (layers[band.start : band.stop], group)
+            for (_, layers), group in self.layout.groups().items()
+            for band in bands(len(layers), min(self.blocks, len(layers)))
+        ]
+        return sorted(found, key=lambda each: each[0][0])
+
     def _parts(
-        self, source: Mapping[str, Tensor], layers: range, p: Projection
+        self,
+        source: Mapping[str, Tensor],
+        layers: tuple[int, ...],
+        p: Projection,
     ) -> Shared:
         modules = tuple(self.layout.module(layer, p) for layer in layers)
         dtype = self._dtype(source, modules[0])
@@ -503,10 +524,15 @@ def served(plan: Plan, dtype: str, *, native: bool) -> dict[str, TensorSpec]:
     found: dict[str, TensorSpec] = {}
     for fused in plan.fused:
         found |= fused.specs(dtype)
-    in_graph = {layer for fused in plan.fused for layer in fused.layers}
+    in_graph = {
+        (layer, projection)
+        for fused in plan.fused
+        for layer in fused.layers
+        for projection in fused.members
+    }
     for layer, projection in plan.layout:
         module = plan.layout.module(layer, projection)
-        if layer in in_graph:
+        if (layer, projection) in in_graph:
             continue
         if native and module in plan.quantized:
             found |= packed(module, projection.shape)

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from .tensor import WEIGHTS, TensorSpec
 
@@ -26,9 +27,38 @@ _WEIGHT = re.compile(
 )
 
 
+_Kind = TypeVar("_Kind")
+
+
+def alike(
+    layers: Mapping[int, Mapping[str, _Kind]],
+) -> Iterator[tuple[str, dict[str, _Kind], tuple[int, ...]]]:
+    """Gives fused groups, and for each the layers that have it of one kind.
+
+    Layers whose group has other members, or members of another kind, make a
+    group of their own.
+
+    Args:
+        layers: What kind of weight a layer's projections have, such as their
+            shapes: by layer, and by projection.
+
+    Yields:
+        The group's name, its members' kinds, and the layers in order.
+    """
+    for name, projections in FUSED.items():
+        found: dict[tuple[tuple[str, _Kind], ...], list[int]] = {}
+        for layer in sorted(layers):
+            kinds = layers[layer]
+            members = tuple((p, kinds[p]) for p in projections if p in kinds)
+            if members:
+                found.setdefault(members, []).append(layer)
+        for members, those in found.items():
+            yield name, dict(members), tuple(those)
+
+
 @dataclass(frozen=True)
 class Group:
-    """The layers' weights of one projection that are of one shape."""
+    """The weights of one projection in layers that are alike in it."""
 
     projection: str
     """The module within a layer, such as ``self_attn.q_proj``."""
@@ -42,7 +72,7 @@ class Group:
 
 
 def group(specs: Mapping[str, TensorSpec]) -> list[Group]:
-    """Groups the language model's projections.
+    """Groups the language model's projections, as :func:`alike` does.
 
     Args:
         specs: All tensors of a checkpoint, by name.
@@ -51,7 +81,8 @@ def group(specs: Mapping[str, TensorSpec]) -> list[Group]:
         ValueError: If a projection is of a type that is no bf16, f16 or f32,
             as in a checkpoint that is already quantized.
     """
-    found: dict[tuple[str, str, tuple[int, ...]], dict[int, str]] = {}
+    found: dict[int, dict[str, TensorSpec]] = {}
+    modules: dict[tuple[int, str], str] = {}
     for name, spec in specs.items():
         match = _WEIGHT.fullmatch(name)
         if match is None:
@@ -61,17 +92,18 @@ def group(specs: Mapping[str, TensorSpec]) -> list[Group]:
                 f"{name} is {spec.dtype} {list(spec.shape)}; expected a "
                 f"matrix of {' or '.join(WEIGHTS)}"
             )
-        key = match["projection"], spec.dtype, spec.shape
-        layer = int(match["layer"])
-        found.setdefault(key, {})[layer] = name.removesuffix(".weight")
+        layer, projection = int(match["layer"]), match["projection"]
+        found.setdefault(layer, {})[projection] = spec
+        modules[layer, projection] = name.removesuffix(".weight")
     return [
         Group(
             projection,
-            dtype,
-            (shape[0], shape[1]),
-            tuple(modules[layer] for layer in sorted(modules)),
+            spec.dtype,
+            (spec.shape[0], spec.shape[1]),
+            tuple(modules[layer, projection] for layer in those),
         )
-        for (projection, dtype, shape), modules in found.items()
+        for _, members, those in alike(found)
+        for projection, spec in members.items()
     ]
 
 

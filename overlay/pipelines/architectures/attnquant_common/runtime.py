@@ -40,7 +40,7 @@ class Fused:
 
     layout: Layout
     name: str
-    layers: range
+    layers: tuple[int, ...]
     members: tuple[Projection, ...]
     ranks: tuple[int, ...]
     """The members' ranks."""

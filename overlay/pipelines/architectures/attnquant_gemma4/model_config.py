@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The built-in configuration, with float32, and what AttnQuant is to do."""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass
+from typing import ClassVar
+
+from max.pipelines.architectures.gemma4.model_config import (
+    Gemma4ForConditionalGenerationConfig,
+)
+from max.pipelines.lib import MAXModelConfig
+from max.pipelines.modeling.config_enums import SupportedEncoding
+
+from ..attnquant_common.bundle import find_bundle
+from ..attnquant_common.layout import gemma4
+from ..attnquant_common.loading import Plan
+from ..attnquant_common.settings import (
+    Settings,
+    SettingsError,
+    from_environment,
+)
+
+
+@dataclass(kw_only=True)
+class AttnQuantGemma4Config(Gemma4ForConditionalGenerationConfig):
+    """Gemma 4's configuration."""
+
+    SUPPORTED_ENCODINGS: ClassVar[set[SupportedEncoding]] = {
+        *Gemma4ForConditionalGenerationConfig.SUPPORTED_ENCODINGS,
+        "float32",
+    }
+
+
+@functools.cache
+def settings() -> Settings:
+    """Returns the settings, which are parsed once a process.
+
+    Raises:
+        SettingsError: If they cannot be followed.
+    """
+    found = from_environment(os.environ) or Settings()
+    if not found.precompute_outside:
+        raise SettingsError(
+            "ATTNQUANT_PRECOMPUTE_OUTSIDE=0: Gemma 4 is served with weights "
+            "that are rebuilt at load; set it to 1"
+        )
+    return found
+
+
+def plan_for(model: MAXModelConfig) -> Plan:
+    """Returns what becomes of each projection of a model.
+
+    Args:
+        model: MAX's configuration of it.
+
+    Raises:
+        SettingsError: If the settings do not fit the model.
+        BundleError: If the checkpoint is a bundle, and damaged.
+        ValueError: If it is no dense Gemma 4.
+    """
+    return Plan(
+        gemma4(model.huggingface_config.text_config),
+        settings(),
+        find_bundle(model.resolved_weight_paths()),
+    )
