@@ -318,8 +318,11 @@ def test_on_the_patched_wheel_it_has_nothing_to_add(
     code = (
         "import logging, sys; logging.basicConfig(level=logging.INFO);"
         f"sys.path.append({str(Path(shown.stdout.strip()).parent)!r});"
-        "import attnquant; print(len(attnquant.ARCHITECTURES))"
+        "import attnquant;"
+        "from attnquant.attnquant_common.registration import TAKEN_OVER;"
+        "found = {each.name for each in attnquant.ARCHITECTURES};"
+        "print(found == TAKEN_OVER.keys())"
     )
     done = run(patched_env, "-c", code, **NVFP4)
-    assert (done.stdout, done.returncode) == ("1\n", 0), done.stderr
+    assert (done.stdout, done.returncode) == ("True\n", 0), done.stderr
     assert "AttnQuant" not in done.stderr
