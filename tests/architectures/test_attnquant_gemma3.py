@@ -8,78 +8,35 @@ from __future__ import annotations
 
 import functools
 import json
-import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
-from attnquant_common import nvfp4
 from safetensors.numpy import load_file, save_file
+from tests.architectures.common import (
+    BANDS,
+    BLACKWELL,
+    BY_OP,
+    CPU,
+    FUSED,
+    HOPPER,
+    MATMUL,
+    NO_ATTENTION,
+    NVFP4,
+    RUNTIME,
+    Float32,
+    Run,
+    Traced,
+    quantized_values,
+)
 from tests.toys import gemma3, reference
-
-ROOT = Path(__file__).resolve().parents[2]
-
-HOPPER = ("warm-cache", "--target", "cuda:sm_90a", "--devices")
-BLACKWELL = ("warm-cache", "--target", "cuda:sm_100a", "--devices")
-CPU = ("generate", "--quantization-encoding", "float32", "--devices", "cpu")
-
-NVFP4 = {"ATTNQUANT_QUANT": "nvfp4"}
-NO_ATTENTION = {**NVFP4, "ATTNQUANT_QUANT_IGNORE": "self_attn"}
-BANDS = {"ATTNQUANT_BLOCKS": "2", "ATTNQUANT_RANK": "8"}
-RUNTIME = {**BANDS, "ATTNQUANT_PRECOMPUTE_OUTSIDE": "0"}
-BY_OP = {**RUNTIME, "ATTNQUANT_GEMM": "0"}
-
-MATMUL = "mo.matmul.dynamic.block.scaled"
 
 TOLERANCE = 2e-3
 """On logits of a spread of 3.5, as in tests/integration. 1.2e-4 was seen, and
 14 against weights that are not quantized."""
-
-FUSED = (
-    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    ("self_attn.o_proj",),
-    ("mlp.gate_proj", "mlp.up_proj"),
-    ("mlp.down_proj",),
-)
-
-Traced = Callable[..., dict[str, Any]]
-Float32 = npt.NDArray[np.float32]
-
-
-@pytest.fixture(scope="module")
-def run(
-    patched_env: Path,
-    settings: Mapping[str, str],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs that Python with the AttnQuant variables given, and no other."""
-    inherited = {
-        name: value
-        for name, value in settings.items()
-        if not name.startswith("ATTNQUANT")
-    }
-    # Alone, it does not switch AttnQuant off where ATTNQUANT=0 is given.
-    cache = str(tmp_path_factory.mktemp("weights"))
-
-    def call(
-        variables: Mapping[str, str], *arguments: str | Path
-    ) -> subprocess.CompletedProcess[str]:
-        if variables:
-            variables = {"ATTNQUANT_CACHE_DIR": cache, **variables}
-        return subprocess.run(
-            [patched_env, *arguments],
-            cwd=ROOT,
-            env={**inherited, **variables},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-
-    return call
 
 
 @pytest.fixture(scope="module")
@@ -125,46 +82,18 @@ def _untie(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def traced(
-    run: Callable[..., subprocess.CompletedProcess[str]],
-    checkpoints: Mapping[str, Path],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Traced:
-    """Gives what MAX's command line traces for a checkpoint.
+def traced(traced: Traced) -> Traced:
+    """Gives the same of the one graph, and what is in `graphs` beside it."""
 
-    That is what `tests.architectures.trace` records, with the `log` and, by
-    name in `values`, the weights' bytes.
-    """
+    def give(*asked: str, **variables: str) -> dict[str, Any]:
+        found = traced(*asked, **variables)
+        return {**found, **found["graphs"]["decoder"]}
 
-    @functools.cache
-    def trace(
-        checkpoint: str,
-        command: tuple[str, ...],
-        variables: tuple[tuple[str, str], ...],
-    ) -> dict[str, Any]:
-        out = tmp_path_factory.mktemp("trace") / "graph"
-        done = run(
-            dict(variables),
-            *("-m", "tests.architectures.trace", out, *command),
-            *("--model", checkpoints[checkpoint], "--max-length", "256"),
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        found = json.loads(out.with_suffix(".json").read_text())
-        with np.load(out.with_suffix(".npz")) as values:
-            found["values"] = dict(values)
-        found["log"] = done.stdout + done.stderr
-        return found
-
-    def call(
-        checkpoint: str, *command: str, **variables: str
-    ) -> dict[str, Any]:
-        return trace(checkpoint, command, tuple(sorted(variables.items())))
-
-    return call
+    return give
 
 
 def test_switched_on_it_stands_under_the_built_in_name(
-    run: Callable[..., subprocess.CompletedProcess[str]],
+    run: Run,
 ) -> None:
     """On, Gemma 3's name gives ours; off, the very built-in object."""
     code = (
@@ -253,14 +182,14 @@ def test_the_means_alone_are_multiplied_by(traced: Traced) -> None:
 
 
 def test_several_devices_cannot_rebuild(
-    run: Callable[..., subprocess.CompletedProcess[str]],
+    trace: Run,
     checkpoints: Mapping[str, Path],
     tmp_path: Path,
 ) -> None:
     """The error names the variable and the path that they can serve."""
-    done = run(
+    done = trace(
         RUNTIME,
-        *("-m", "tests.architectures.trace", tmp_path / "graph"),
+        tmp_path / "graph",
         *(*HOPPER, "gpu:0,1", "--model", checkpoints["bfloat16"]),
     )
     assert done.returncode != 0
@@ -269,7 +198,7 @@ def test_several_devices_cannot_rebuild(
 
 @pytest.fixture(scope="module")
 def bundles(
-    run: Callable[..., subprocess.CompletedProcess[str]],
+    run: Run,
     checkpoints: dict[str, Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Mapping[str, Path]:
@@ -385,7 +314,7 @@ def test_cpu_serves_the_values_of_the_codes(
     The graph is the one that the built-in architecture has.
     """
     found = traced(checkpoint, *CPU, **variables)
-    expected = quantized_values(checkpoints[checkpoint], variables)
+    expected = served_values(checkpoints[checkpoint], variables)
     assert found["weights"].keys() == {map_name(name) for name in expected}
     for name, value in expected.items():
         served = found["values"][map_name(name)].view(np.float32)
@@ -407,7 +336,7 @@ def test_untied_head_is_not_quantized(traced: Traced) -> None:
 
 
 def test_a_second_start_reads_the_cache(
-    run: Callable[..., subprocess.CompletedProcess[str]],
+    trace: Run,
     checkpoints: Mapping[str, Path],
     tmp_path: Path,
 ) -> None:
@@ -415,10 +344,10 @@ def test_a_second_start_reads_the_cache(
     values = []
     for start in ("miss", "hit"):
         out = tmp_path / start
-        done = run(
+        done = trace(
             {**NVFP4, **BANDS, "ATTNQUANT_CACHE_DIR": str(tmp_path / "cache")},
-            *("-m", "tests.architectures.trace", out, *CPU),
-            *("--model", checkpoints["bfloat16"], "--max-length", "256"),
+            out,
+            *(*CPU, "--model", checkpoints["bfloat16"]),
         )
         assert done.returncode == 0, done.stderr
         assert f"cache {start}, capture off" in done.stdout + done.stderr
@@ -442,17 +371,17 @@ def test_a_second_start_reads_the_cache(
     ids=["bands", "pattern", "value"],
 )
 def test_settings_that_cannot_be_followed_stop_max(
-    run: Callable[..., subprocess.CompletedProcess[str]],
+    trace: Run,
     checkpoints: Mapping[str, Path],
     tmp_path: Path,
     variables: dict[str, str],
     error: str,
 ) -> None:
     """MAX does not start as something else than asked."""
-    done = run(
+    done = trace(
         variables,
-        *("-m", "tests.architectures.trace", tmp_path / "graph", *CPU),
-        *("--model", checkpoints["float32"], "--max-length", "256"),
+        tmp_path / "graph",
+        *(*CPU, "--model", checkpoints["float32"]),
     )
     assert done.returncode != 0
     assert error in done.stderr
@@ -460,7 +389,7 @@ def test_settings_that_cannot_be_followed_stop_max(
 
 
 def test_a_checkpoint_without_a_projection_stops_max(
-    run: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+    trace: Run, tmp_path: Path
 ) -> None:
     """The error names the tensor that is missing, on virtual devices too."""
     gemma3.write_checkpoint(tmp_path)
@@ -470,10 +399,10 @@ def test_a_checkpoint_without_a_projection_stops_max(
     del tensors[missing]
     save_file(tensors, file)
     for command in ((*BLACKWELL, "gpu:0"), CPU):
-        done = run(
+        done = trace(
             NVFP4,
-            *("-m", "tests.architectures.trace", tmp_path / "graph", *command),
-            *("--model", tmp_path, "--max-length", "256"),
+            tmp_path / "graph",
+            *(*command, "--model", tmp_path),
         )
         assert done.returncode != 0
         assert f"the checkpoint has no {missing}" in done.stderr
@@ -509,7 +438,7 @@ SERVED = {
 
 @pytest.fixture(scope="module")
 def generated(
-    run: Callable[..., subprocess.CompletedProcess[str]],
+    run: Run,
     checkpoints: Mapping[str, Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[[str], Generated]:
@@ -606,7 +535,7 @@ def test_forms_and_paths_compute_the_same(
     ids=["nvfp4", "matmuls", "op"],
 )
 def test_graphs_compile_for_a_gpu(
-    run: Callable[..., subprocess.CompletedProcess[str]],
+    run: Run,
     checkpoints: Mapping[str, Path],
     tmp_path: Path,
     target: str,
@@ -634,11 +563,13 @@ def served_values(
     folder: Path, variables: Mapping[str, str]
 ) -> dict[str, Float32]:
     """Returns a checkpoint's weights as variables have them served."""
-    if "ATTNQUANT_BLOCKS" not in variables:
-        return quantized_values(folder, variables)
-    weights = reference.read_safetensors(folder / "model.safetensors")
-    rank = int(variables["ATTNQUANT_RANK"])
+    weights: dict[str, Float32] = {}
+    for file in folder.glob("*.safetensors"):
+        weights |= reference.read_safetensors(file)
     layers = gemma3.SHAPES["toy"].num_hidden_layers
+    if "ATTNQUANT_BLOCKS" not in variables:
+        return quantized_values(weights, layers, "model.layers.", variables)
+    rank = int(variables["ATTNQUANT_RANK"])
     for band in np.split(np.arange(layers), int(variables["ATTNQUANT_BLOCKS"])):
         for projection in (name for fused in FUSED for name in fused):
             names = [f"model.layers.{i}.{projection}.weight" for i in band]
@@ -649,32 +580,4 @@ def served_values(
                 )
                 best = (left[:, :rank] * sizes[:rank]) @ right[:rank]
                 weights[name] = (mean + best).astype(np.float32)
-    return weights
-
-
-def quantized_values(
-    folder: Path, variables: Mapping[str, str]
-) -> dict[str, Float32]:
-    """Returns a checkpoint's weights, with NVFP4's values for projections.
-
-    Args:
-        folder: The checkpoint.
-        variables: Whether `self_attn` is ignored.
-    """
-    weights: dict[str, Float32] = {}
-    for file in folder.glob("*.safetensors"):
-        weights |= reference.read_safetensors(file)
-    ignored = variables.get("ATTNQUANT_QUANT_IGNORE", "none")
-    for layer in range(gemma3.SHAPES["toy"].num_hidden_layers):
-        for fused in FUSED:
-            if fused[0].startswith(ignored):
-                continue
-            names = [f"model.layers.{layer}.{name}.weight" for name in fused]
-            greatest = max(np.abs(weights[name]).max() for name in names)
-            for name in names:
-                weights[name] = nvfp4.dequantize(
-                    nvfp4.quantize_numpy(
-                        weights[name], weight_scale_2=nvfp4.scale_2(greatest)
-                    )
-                )
     return weights

@@ -7,44 +7,38 @@ Graphs are only traced, on virtual devices where they are for a GPU.
 from __future__ import annotations
 
 import collections
-import functools
 import json
 import re
-import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
-from attnquant_common import nvfp4
 from attnquant_common.registration import BYPASSING
 from attnquant_common.tensor import TensorSpec
 from attnquant_common.traffic import bytes_a_token
+from tests.architectures.common import (
+    BANDS,
+    BLACKWELL,
+    BY_OP,
+    CPU,
+    HOPPER,
+    MATMUL,
+    MTP,
+    NO_ATTENTION,
+    NVFP4,
+    RUNTIME,
+    Float32,
+    Run,
+    Traced,
+    quantized_values,
+)
 from tests.toys import gemma4, reference
 
-ROOT = Path(__file__).resolve().parents[2]
-
-HOPPER = ("warm-cache", "--target", "cuda:sm_90a", "--devices")
-BLACKWELL = ("warm-cache", "--target", "cuda:sm_100a", "--devices")
-CPU = ("generate", "--quantization-encoding", "float32", "--devices", "cpu")
-MTP = ("--speculative-method", "mtp", "--num-speculative-tokens", "3")
-
-NVFP4 = {"ATTNQUANT_QUANT": "nvfp4"}
-NO_ATTENTION = {**NVFP4, "ATTNQUANT_QUANT_IGNORE": "self_attn"}
-BANDS = {"ATTNQUANT_BLOCKS": "2", "ATTNQUANT_RANK": "8"}
-
-MATMUL = "mo.matmul.dynamic.block.scaled"
 LAYERS = gemma4.SHAPES["toy"].num_hidden_layers
 
 PREFIX = "model.language_model."
-FUSED = (
-    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    ("self_attn.o_proj",),
-    ("mlp.gate_proj", "mlp.up_proj"),
-    ("mlp.down_proj",),
-)
 
 SAFETENSORS = {
     "bfloat16": "BF16",
@@ -52,41 +46,6 @@ SAFETENSORS = {
     "float8_e4m3fn": "F8_E4M3",
     "uint8": "U8",
 }
-
-Run = Callable[..., subprocess.CompletedProcess[str]]
-Traced = Callable[..., dict[str, Any]]
-Float32 = npt.NDArray[np.float32]
-
-
-@pytest.fixture(scope="module")
-def run(
-    patched_env: Path,
-    settings: Mapping[str, str],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Run:
-    """Runs that Python with the AttnQuant variables given, and no other."""
-    inherited = {
-        name: value
-        for name, value in settings.items()
-        if not name.startswith("ATTNQUANT")
-    }
-    cache = str(tmp_path_factory.mktemp("weights"))
-
-    def call(
-        variables: Mapping[str, str], *arguments: str | Path
-    ) -> subprocess.CompletedProcess[str]:
-        if variables:
-            variables = {"ATTNQUANT_CACHE_DIR": cache, **variables}
-        return subprocess.run(
-            [patched_env, *arguments],
-            cwd=ROOT,
-            env={**inherited, **variables},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-
-    return call
 
 
 @pytest.fixture(scope="module")
@@ -103,63 +62,6 @@ def checkpoints(
     gemma4.write_drafter(folders["drafter"])
     gemma4.write_checkpoint(folders["31b"], size="31b", sparse=True)
     return folders
-
-
-@pytest.fixture(scope="module")
-def trace(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Traces a checkpoint's graphs, into `OUT` of the call's arguments."""
-
-    def call(
-        variables: Mapping[str, str], out: Path, *arguments: str | Path
-    ) -> subprocess.CompletedProcess[str]:
-        return run(
-            variables,
-            *("-m", "tests.architectures.trace_gemma4", out, *arguments),
-            *("--max-length", "256"),
-        )
-
-    return call
-
-
-@pytest.fixture(scope="module")
-def traced(
-    trace: Run,
-    checkpoints: Mapping[str, Path],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Traced:
-    """Gives what MAX's command line traces for a checkpoint.
-
-    That is what `tests.architectures.trace_gemma4` records, with the `log`
-    and, of a small model, the weights' bytes by name in `values`. With `MTP`
-    among the arguments the drafter is there too.
-    """
-
-    @functools.cache
-    def call(
-        checkpoint: str,
-        command: tuple[str, ...],
-        variables: tuple[tuple[str, str], ...],
-    ) -> dict[str, Any]:
-        out = tmp_path_factory.mktemp("trace") / "graph"
-        if MTP[0] in command:
-            command += ("--draft-model-path", str(checkpoints["drafter"]))
-        done = trace(
-            dict(variables), out, *command, "--model", checkpoints[checkpoint]
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        found = json.loads(out.with_suffix(".json").read_text())
-        if out.with_suffix(".npz").exists():
-            with np.load(out.with_suffix(".npz")) as values:
-                found["values"] = dict(values)
-        found["log"] = done.stdout + done.stderr
-        return found
-
-    def give(
-        checkpoint: str, *command: str, **variables: str
-    ) -> dict[str, Any]:
-        return call(checkpoint, command, tuple(sorted(variables.items())))
-
-    return give
 
 
 def test_switched_on_it_stands_under_the_built_in_names(run: Run) -> None:
@@ -369,7 +271,7 @@ def test_cpu_serves_the_values_of_the_codes(
     """
     found = traced(checkpoint, *CPU, **variables)
     assert found["graphs"].keys() == {"decoder"}
-    expected = quantized_values(checkpoints[checkpoint], variables)
+    expected = served_values(checkpoints[checkpoint], variables)
     assert found["values"].keys() == {
         name.removeprefix(PREFIX) for name in expected
     }
@@ -422,6 +324,39 @@ def test_a_bundle_is_served_in_its_checkpoints_place(
         for layer in (2, 5)
         for projection in "qko"
     }
+
+
+@pytest.mark.parametrize("more", [(), MTP], ids=["alone", "drafter"])
+@pytest.mark.parametrize("variables", [RUNTIME, BY_OP], ids=["matmuls", "op"])
+def test_in_the_graph_a_fused_group_is_rebuilt_and_multiplied(
+    traced: Traced, variables: dict[str, str], more: tuple[str, ...]
+) -> None:
+    """Eight matrix operations a layer instead of four, and the head's.
+
+    In two bands each of the two global layers has a band of its own, so that
+    its attention is the built-in one.
+    """
+    role = "spec_decoder" if more else "decoder"
+    built_in = traced("bfloat16", *HOPPER, "gpu:0", *more)["graphs"][role]
+    found = traced("bfloat16", *HOPPER, "gpu:0", *more, **variables)
+    graph = found["graphs"][role]
+    rebuilt = 4 * LAYERS - 2 * 2
+    assert graph["ops"]["attnquant.rebuild"] == rebuilt
+    assert graph["ops"]["mo.matmul"] == rebuilt
+    others = built_in["ops"]["rmo.matmul"] - rebuilt
+    assert graph["ops"]["rmo.matmul"] == others
+    means = [name for name in graph["weights"] if name.endswith(".w0")]
+    assert len(means) == 2 * 4
+    kept = {
+        match[1]
+        for name in graph["weights"]
+        if (
+            match := re.search(r"^(?:target\.)?layers\.(.*_proj)\.weight", name)
+        )
+    }
+    assert kept == {f"{i}.self_attn.{p}_proj" for i in (2, 5) for p in "qko"}
+    form = "matmuls" if variables is RUNTIME else "a custom op"
+    assert f"runtime by {form}, cache unused" in found["log"]
 
 
 def test_with_a_drafter_ours_is_resolved(traced: Traced) -> None:
@@ -547,11 +482,6 @@ def test_what_leads_past_attnquant_stops_max(
     ("variables", "changes", "error"),
     [
         (
-            {**BANDS, "ATTNQUANT_PRECOMPUTE_OUTSIDE": "0"},
-            {},
-            "Gemma 4 is served with weights that are rebuilt at load",
-        ),
-        (
             {**NVFP4, "ATTNQUANT_QUANT_IGNORE": "self_atn"},
             {},
             "'self_atn' matches none of the 40 projections",
@@ -563,7 +493,7 @@ def test_what_leads_past_attnquant_stops_max(
             "enable_moe_block True",
         ),
     ],
-    ids=["runtime", "pattern", "experts"],
+    ids=["pattern", "experts"],
 )
 def test_what_cannot_be_followed_stops_max(
     trace: Run,
@@ -619,15 +549,10 @@ def alter(file: Path, name: str, *, missing: bool) -> None:
     gemma4.write_safetensors(file, shapes, "bfloat16", 0, sparse=True)
 
 
-def quantized_values(
+def served_values(
     folder: Path, variables: Mapping[str, str]
 ) -> dict[str, Float32]:
-    """Returns a text model's weights, with NVFP4's values for projections.
-
-    Args:
-        folder: The checkpoint.
-        variables: Whether `self_attn` is ignored.
-    """
+    """Returns a text model's weights as variables have them served."""
     weights = {
         name: value
         for name, value in reference.read_safetensors(
@@ -635,19 +560,4 @@ def quantized_values(
         ).items()
         if name.startswith(PREFIX)
     }
-    ignored = variables.get("ATTNQUANT_QUANT_IGNORE", "none")
-    for layer in range(LAYERS):
-        for fused in FUSED:
-            if fused[0].startswith(ignored):
-                continue
-            names = [f"{PREFIX}layers.{layer}.{name}.weight" for name in fused]
-            # Where keys are values there is no v_proj.
-            names = [name for name in names if name in weights]
-            greatest = max(np.abs(weights[name]).max() for name in names)
-            for name in names:
-                weights[name] = nvfp4.dequantize(
-                    nvfp4.quantize_numpy(
-                        weights[name], weight_scale_2=nvfp4.scale_2(greatest)
-                    )
-                )
-    return weights
+    return quantized_values(weights, LAYERS, f"{PREFIX}layers.", variables)

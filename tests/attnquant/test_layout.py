@@ -11,7 +11,7 @@ import pytest
 from attnquant_common import bundle, layout, loading
 from attnquant_common.bundle import Bundle, Checkpoint
 from attnquant_common.layout import Layout
-from attnquant_common.loading import CheckpointError, Plan
+from attnquant_common.plan import CheckpointError, Plan
 from attnquant_common.projections import group
 from attnquant_common.settings import Settings, SettingsError
 from attnquant_common.tensor import TensorSpec

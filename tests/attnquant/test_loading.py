@@ -14,7 +14,8 @@ import pytest
 from attnquant_common import layout, loading, nvfp4
 from attnquant_common.bundle import Checkpoint
 from attnquant_common.cache import DEFAULT_LIMIT, Cache
-from attnquant_common.loading import CheckpointError, Plan, Report
+from attnquant_common.loading import Report
+from attnquant_common.plan import CheckpointError, Plan
 from attnquant_common.settings import Settings, SettingsError
 from attnquant_common.tensor import Tensor, TensorSpec
 from tests.toys import gemma3, reference

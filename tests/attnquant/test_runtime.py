@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from attnquant_common import bundle, layout, loading
 from attnquant_common.bundle import Bundle, Checkpoint
-from attnquant_common.loading import CheckpointError, Plan, Report
+from attnquant_common.loading import Report
+from attnquant_common.plan import CheckpointError, Plan
 from attnquant_common.settings import Settings, SettingsError
 from attnquant_common.tensor import Tensor
 from tests.toys import gemma3

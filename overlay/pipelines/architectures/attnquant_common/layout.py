@@ -101,6 +101,20 @@ class Layout:
             found[key] = (*found.get(key, ()), p)
         return found
 
+    def group(self, layer: int, name: str) -> str:
+        """Returns the fused group that a projection of a layer is in.
+
+        Args:
+            layer: The layer.
+            name: The projection's, within it.
+        """
+        (found,) = (
+            p.group
+            for p in self.projections
+            if p.name == name and layer in p.layers
+        )
+        return found
+
     def __iter__(self) -> Iterator[tuple[int, Projection]]:
         for layer in range(self.layers):
             for projection in self.projections:

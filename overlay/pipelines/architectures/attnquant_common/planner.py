@@ -22,7 +22,8 @@ from max.pipelines.modeling.config_enums import (
 )
 
 from .hardware import multiplies_nvfp4
-from .loading import Plan, served_size
+from .loading import served_size
+from .plan import Plan
 from .weights import dtype_name
 
 

@@ -16,7 +16,7 @@ from max.nn.layer import Module
 from max.nn.linear import MLP, linear
 
 from .kernels.rebuild import project
-from .loading import Plan
+from .plan import Plan
 from .runtime import Fused
 
 Rebuild = Callable[
@@ -119,9 +119,9 @@ class RebuiltLayers:
         }
         self._first: dict[Fused, RebuiltLinear] = {}
 
-    def __contains__(self, layer: int) -> bool:
-        """Says whether a layer's projections are rebuilt."""
-        return any(layer == rebuilt for rebuilt, _ in self._fused)
+    def __contains__(self, group: tuple[int, str]) -> bool:
+        """Says whether a layer's fused group is rebuilt."""
+        return group in self._fused
 
     def linear(
         self, layer: int, group: str, dtype: DType, device: DeviceRef

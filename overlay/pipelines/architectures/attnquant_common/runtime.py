@@ -23,6 +23,7 @@ from .tensor import Tensor, TensorSpec, from_float32
 
 MODULES = {
     "qkv": "self_attn.qkv_proj",
+    "qk": "self_attn.qk_proj",
     "o": "self_attn.o_proj",
     "gate_up": "mlp.gate_up_proj",
     "down": "mlp.down_proj",

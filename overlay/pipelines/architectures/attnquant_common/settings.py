@@ -8,6 +8,8 @@ anything, is an error: a server must not start as something else than asked.
 
 from __future__ import annotations
 
+import functools
+import os
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -188,6 +190,16 @@ def from_environment(environment: Mapping[str, str]) -> Settings | None:
         )
     fields.pop("on", None)
     return Settings(**fields)
+
+
+@functools.cache
+def asked() -> Settings:
+    """Returns the process's settings, which are parsed once.
+
+    Raises:
+        SettingsError: As :func:`from_environment`.
+    """
+    return from_environment(os.environ) or Settings()
 
 
 def default_cache_dir(environment: Mapping[str, str]) -> Path:

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import functools
-import os
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,8 +12,8 @@ from max.pipelines.modeling.config_enums import SupportedEncoding
 
 from ..attnquant_common.bundle import find_bundle
 from ..attnquant_common.layout import gemma3
-from ..attnquant_common.loading import Plan
-from ..attnquant_common.settings import Settings, from_environment
+from ..attnquant_common.plan import Plan
+from ..attnquant_common.settings import asked
 
 
 @dataclass(kw_only=True)
@@ -26,16 +24,6 @@ class AttnQuantGemma3Config(Gemma3Config):
         *Gemma3Config.SUPPORTED_ENCODINGS,
         "float32",
     }
-
-
-@functools.cache
-def settings() -> Settings:
-    """Returns the settings, which are parsed once a process.
-
-    Raises:
-        SettingsError: If they cannot be followed.
-    """
-    return from_environment(os.environ) or Settings()
 
 
 def plan_for(model: MAXModelConfig) -> Plan:
@@ -51,5 +39,5 @@ def plan_for(model: MAXModelConfig) -> Plan:
     config = model.huggingface_config
     text = getattr(config, "text_config", config)
     return Plan(
-        gemma3(text), settings(), find_bundle(model.resolved_weight_paths())
+        gemma3(text), asked(), find_bundle(model.resolved_weight_paths())
     )

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import functools
-import os
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,12 +14,8 @@ from max.pipelines.modeling.config_enums import SupportedEncoding
 
 from ..attnquant_common.bundle import find_bundle
 from ..attnquant_common.layout import gemma4
-from ..attnquant_common.loading import Plan
-from ..attnquant_common.settings import (
-    Settings,
-    SettingsError,
-    from_environment,
-)
+from ..attnquant_common.plan import Plan
+from ..attnquant_common.settings import asked
 
 
 @dataclass(kw_only=True)
@@ -32,22 +26,6 @@ class AttnQuantGemma4Config(Gemma4ForConditionalGenerationConfig):
         *Gemma4ForConditionalGenerationConfig.SUPPORTED_ENCODINGS,
         "float32",
     }
-
-
-@functools.cache
-def settings() -> Settings:
-    """Returns the settings, which are parsed once a process.
-
-    Raises:
-        SettingsError: If they cannot be followed.
-    """
-    found = from_environment(os.environ) or Settings()
-    if not found.precompute_outside:
-        raise SettingsError(
-            "ATTNQUANT_PRECOMPUTE_OUTSIDE=0: Gemma 4 is served with weights "
-            "that are rebuilt at load; set it to 1"
-        )
-    return found
 
 
 def plan_for(model: MAXModelConfig) -> Plan:
@@ -63,6 +41,6 @@ def plan_for(model: MAXModelConfig) -> Plan:
     """
     return Plan(
         gemma4(model.huggingface_config.text_config),
-        settings(),
+        asked(),
         find_bundle(model.resolved_weight_paths()),
     )
