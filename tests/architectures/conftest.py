@@ -9,19 +9,15 @@ from __future__ import annotations
 import functools
 import json
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.architectures.common import MTP, Run, Traced
 
 ROOT = Path(__file__).resolve().parents[2]
-# The overlay's modules that need no MAX.
-sys.path.insert(0, str(ROOT / "overlay" / "pipelines" / "architectures"))
-
-from tests.architectures.common import MTP, Run, Traced  # noqa: E402
 
 
 @pytest.fixture(scope="module")

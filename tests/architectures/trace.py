@@ -169,10 +169,8 @@ def stop_at_graphs(out: Path) -> None:
                 "model": type(self).__name__,
                 "memory": _planned(planner, self.pipeline_config),
                 "graphs": {
-                    str(getattr(role, "value", role)): describe(
-                        spec, graphs[role]
-                    )
-                    for role, spec in specs.items()
+                    role: describe(spec, graph)
+                    for role, (spec, graph) in graphs.items()
                 },
             }
             if isinstance(self, Gemma3Model):

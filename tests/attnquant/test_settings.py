@@ -275,14 +275,23 @@ def test_a_pattern_without_a_match_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("api", "expected"),
-    [("cuda", True), ("hip", True), ("cpu", True), ("metal", False)],
+    ("api", "rank", "expected"),
+    [
+        ("cuda", 4, False),
+        ("cuda", 16, False),
+        ("cuda", 17, True),
+        ("hip", 4, True),
+        ("cpu", 4, True),
+        ("metal", 512, False),
+    ],
 )
-def test_auto_picks_by_device(api: str, expected: bool) -> None:
-    """Left open, only Metal gets the custom op; else what was asked for."""
-    assert Settings().uses_gemm(api) is expected
-    assert Settings(gemm=True).uses_gemm(api)
-    assert not Settings(gemm=False).uses_gemm(api)
+def test_auto_picks_by_device_and_rank(
+    api: str, rank: int, expected: bool
+) -> None:
+    """The op on Metal, and at low ranks on NVIDIA; else what was asked for."""
+    assert Settings().uses_gemm(api, rank) is expected
+    assert Settings(gemm=True).uses_gemm(api, rank)
+    assert not Settings(gemm=False).uses_gemm(api, rank)
 
 
 def test_identity_has_what_weights_depend_on() -> None:

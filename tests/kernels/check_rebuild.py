@@ -148,11 +148,13 @@ class Parts:
     a: Floats
 
     @classmethod
-    def draw(cls, shape: Shape, rank: int, dtype: DType) -> Parts:
+    def draw(
+        cls, shape: Shape, rank: int, dtype: DType, w0: Floats | None = None
+    ) -> Parts:
         """Draws parts of which neither w0 nor b a is small."""
         (n, k), scale = shape, rank**-0.25
         return cls(
-            drawn((n, k), dtype),
+            drawn((n, k), dtype) if w0 is None else w0,
             drawn((n, rank), dtype, scale, 1),
             drawn((rank, k), dtype, scale, 2),
         )
@@ -277,6 +279,7 @@ class Check:
     """A device, and what was found that must not be."""
 
     device: Device
+    keep: Callable[[str, object], None] = lambda part, found: None
     failures: list[str] = dataclasses.field(default_factory=list)
     worst: dict[str, list[float]] = dataclasses.field(default_factory=dict)
 
@@ -289,10 +292,10 @@ class Check:
     ) -> None:
         """Notes the worst errors of a form, and a failure."""
         n = len(parts.w0)
-        found = fetched(out)
         for first in range(0, n, max(48, n // 3) if n > 512 else n):
-            rows = slice(first, first + (48 if n > 512 else n))
-            once, twice = parts.errors(found[rows], rows, dtype)
+            rows = slice(first, min(n, first + (48 if n > 512 else n)))
+            found = fetched(out[rows, :])
+            once, twice = parts.errors(found, rows, dtype)
             worst = self.worst.setdefault(form, [0.0, 0.0])
             worst[:] = max(worst[0], once), max(worst[1], twice)
             share = twice if form == "matmul" else once
@@ -385,7 +388,8 @@ class Check:
         any_model = any_shape.load()
         for key, (name, (n, k)) in enumerate(SHAPES.items()):
             sets = max(1, ENOUGH // (4 * n * k * REPEATS))
-            first = self.put(drawn((n, k), dtype), dtype)
+            w0 = drawn((n, k), dtype)
+            first = self.put(w0, dtype)
             w0s = [first]
             while len(w0s) < sets * REPEATS:
                 w0s.append(Buffer(dtype, (n, k), self.device))
@@ -400,7 +404,7 @@ class Check:
             ]
             for form, rank, maker, model in arms:
                 case = f"{name}, rank {rank}"
-                parts = Parts.draw((n, k), rank, dtype)
+                parts = Parts.draw((n, k), rank, dtype, w0)
                 try:
                     model = model or maker.load(parts.a)
                 except RuntimeError as error:
@@ -420,6 +424,7 @@ class Check:
                 took["GB/s"] = 4 * n * k / took["median"] / 1e3
                 took["of copy"] = took["GB/s"] / rate
                 found.setdefault(case, {})[form] = took
+                self.keep("timing", found)
         found["worst"] = dict(self.worst)
         return found
 
@@ -510,22 +515,28 @@ def main() -> int:
             for case in MATMULS:
                 check.by_matmul(*case).compile()
         return 0
-    check = Check(CPU() if arguments.cpu else Accelerator())
+    result: dict[str, Any] = {}
+
+    def keep(part: str, found: object) -> None:
+        result[part] = found
+        if arguments.output:
+            put(result, arguments.output)
+
+    check = Check(CPU() if arguments.cpu else Accelerator(), keep)
     parts: list[Callable[[], Any]] = [check.odd]
     if not arguments.cpu:
         parts += [check.products, check.timing]
     if not arguments.cpu and not arguments.mefs:
         parts.insert(0, compile_all)
-    result: dict[str, Any] = {"failures": check.failures, "seconds": {}}
+    seconds: dict[str, float] = {}
+    result |= {"failures": check.failures, "seconds": seconds}
     for part in parts:
         start = time.perf_counter()
         try:
-            result[part.__name__] = part()
+            keep(part.__name__, part())
         except Exception as error:  # the other parts still tell something
             check.failures.append(f"{part.__name__}: {error!r}")
-        result["seconds"][part.__name__] = time.perf_counter() - start
-        if arguments.output:
-            put(result, arguments.output)
+        seconds[part.__name__] = time.perf_counter() - start
     put(result, arguments.output)
     print(*check.failures, sep="\n", file=sys.stderr)
     return 1 if check.failures else 0

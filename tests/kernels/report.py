@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Renders what the checks of the sampling kernels measured, as Markdown.
 
-python -m tests.kernels.report small-k.json sampling.json
+python -m tests.kernels.report small-k.json sampling.json nvfp4.json
 """
 
 from __future__ import annotations
@@ -63,14 +63,36 @@ def no_wait(found: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def nvfp4(found: Mapping[str, Any]) -> str:
+    """The times of ``check_nvfp4_quantize``, and how many codes were right."""
+    lines = [
+        "| weight | copy, us | largest, us | rtn, us | rtn, of copy | "
+        "largest and rtn, of copy | sweep, us |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for shape, times in found["timing"].items():
+        copy, amax, rtn, sweep = (
+            _cell(times[arm]) for arm in ("copy", "amax", "rtn", "sweep")
+        )
+        alone, both = times["rtn, of copy"], times["amax and rtn, of copy"]
+        lines.append(
+            f"| {shape} | {copy} | {amax} | {rtn} | {alone:.2f} | {both:.2f} | "
+            f"{sweep} |"
+        )
+    return "\n".join(lines)
+
+
 def _cell(times: Mapping[str, Any]) -> str:
     low, high = times["range"]
     return f"{times['median']:.1f} [{low:.1f}, {high:.1f}]"
 
 
+RENDERED = small_k, no_wait, nvfp4
+
+
 def main() -> None:
     """Runs the command line."""
-    for path, render in zip(sys.argv[1:], (small_k, no_wait), strict=True):
+    for path, render in zip(sys.argv[1:], RENDERED, strict=True):
         print(render(json.loads(Path(path).read_text())), end="\n\n")
 
 

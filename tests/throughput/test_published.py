@@ -5,12 +5,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import median
+from typing import Any
 
-from tests.kernels.report import no_wait, small_k
+from attnquant_common.settings import Settings
+from tests.kernels.report import no_wait, nvfp4, small_k
 
+from throughput import launches
 from throughput.capture_equality import judge
-from throughput.report import render
+from throughput.report import compare, render, trial_medians, trial_rates
 from throughput.sampling import calls_a_step, render_calls
+
+FORMS = ("matmuls", "custom op")
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -119,3 +125,91 @@ def test_waiting_is_that_of_the_recorded_runs() -> None:
         assert results[arm]["tokens"] == 73
         calls = [turn["call_ms"] for turn in results[arm]["turns"]]
         assert said.format(f"{min(calls):.1f} to {max(calls):.1f}") in page
+
+
+def attnquant() -> dict[str, list[dict[str, Any]]]:
+    """The trials of AttnQuant's paths, by arm."""
+    recorded = DOCS / "results" / "gemma3-1b-attnquant-h200.json"
+    found: dict[str, list[dict[str, Any]]] = {}
+    for trial in json.loads(recorded.read_text())["trials"]:
+        found.setdefault(trial["arm"], []).append(trial)
+    return found
+
+
+def test_attnquant_tables_are_those_of_the_recorded_runs() -> None:
+    """Each row stands in the page, to the letter; no code was unequal."""
+    timed, counted, quantizer = (
+        json.loads((DOCS / "results" / f"{name}-h200.json").read_text())
+        for name in (
+            "gemma3-1b-attnquant",
+            "gemma3-1b-launches",
+            "nvfp4-quantize",
+        )
+    )
+    assert quantizer["failures"] == []
+    text = "\n".join(
+        (render(timed), launches.render(counted), nvfp4(quantizer))
+    )
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    assert len(rows) > 15
+    page = (DOCS / "attnquant.md").read_text()
+    assert [row for row in rows if row not in page] == []
+    said = f"{quantizer['equal']['compared']} comparisons with the numpy form"
+    assert said in " ".join(page.split())
+
+
+def test_attnquant_figures_in_sentences_are_those_of_the_runs() -> None:
+    """What the page says between the tables, it says of the same runs."""
+    trials = attnquant()
+    assert {len(starts) for starts in trials.values()} == {4}
+    rates = {arm: trial_rates(starts, "1") for arm, starts in trials.items()}
+    page = " ".join((DOCS / "attnquant.md").read_text().split())
+    for said, arm in (
+        ("on {} in medians, ranges that overlap", ""),
+        ("off {}, likewise", ", capture off"),
+    ):
+        text = compare(
+            rates[f"built-in{arm}"], rates[f"precompute-outside{arm}"]
+        )
+        assert "overlap" in text
+        assert said.format(text.split()[0]) in page
+    for rank, ratio in ((4, "1.52x as fast"), (32, "0.79x, both disjoint")):
+        text = compare(
+            *(rates[f"runtime, rank {rank}, {form}"] for form in FORMS)
+        )
+        assert "disjoint" in text
+        assert text.split()[0] == ratio.split()[0].strip(",")
+        assert ratio in page
+    slowest, fastest = (
+        choose(
+            median(rates[f"runtime, rank {rank}, {form}"])
+            for rank in (4, 32)
+            for form in FORMS
+        )
+        / median(rates["built-in"])
+        for choose in (min, max)
+    )
+    assert page.count(f"at {slowest:.2f} to {fastest:.2f} of") == 2
+
+
+def test_auto_keeps_to_where_the_forms_meet() -> None:
+    """The op's step grows with the rank; up to 16 it is below the matmuls'."""
+    trials = attnquant()
+    op, matmuls = (
+        {
+            rank: median(
+                trial_medians(
+                    trials[f"runtime, rank {rank}, {form}"], "1", "step_s"
+                )
+            )
+            for rank in (4, 32)
+        }
+        for form in ("custom op", "matmuls")
+    )
+    a_rank = (op[32] - op[4]) / 28
+    page = " ".join((DOCS / "attnquant.md").read_text().split())
+    assert f"grows by {a_rank:.3f} ms a rank" in page
+    meet = 4 + (min(matmuls.values()) - op[4]) / a_rank
+    assert 18 < meet < 22
+    for rank in (4, 16, 32):
+        assert Settings().uses_gemm("cuda", rank) == (rank > meet)

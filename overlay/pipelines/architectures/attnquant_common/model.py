@@ -91,7 +91,7 @@ class AttnQuantModel(PipelineModelWithKVCache[Any, Any, Any]):
         device = model.default_device_spec.device_type
         self._native = multiplies_nvfp4(device)
         self._gemm = self._plan.settings.uses_gemm(
-            accelerator_api() if device == "gpu" else "cpu"
+            accelerator_api() if device == "gpu" else "cpu", self._plan.rank
         )
         replaced = {self._served_name(name) for name in self._plan.needed()}
         found = {

@@ -20,6 +20,16 @@ from typing import Any, Literal
 
 PREFIX = "ATTNQUANT"
 
+_RANKS_BY_OP = {"cuda": 16, "metal": float("inf")}
+"""The highest rank at which the custom op rebuilds, where it does, by what
+``accelerator_api()`` returns.
+
+On an H200 the op is faster than matmuls at rank 4 and slower at 32; its time
+grows with the rank and theirs does not, so that they meet at about 20
+(docs/attnquant.md). Elsewhere it is as published for the system that this
+implements, whose op was faster on Metal alone.
+"""
+
 
 class SettingsError(ValueError):
     """Variables that cannot be followed; names variable, value and choices."""
@@ -109,15 +119,17 @@ class Settings:
                     f"{len(modules)} projections, such as {example}"
                 )
 
-    def uses_gemm(self, api: str) -> bool:
+    def uses_gemm(self, api: str, rank: int) -> bool:
         """Says whether the graph rebuilds weights by matmuls.
 
         Args:
             api: What MAX's ``accelerator_api()`` returns: ``cuda``, ``hip``,
-                ``metal``, or ``cpu``. Left to choose, only Metal gets the
-                custom op.
+                ``metal``, or ``cpu``.
+            rank: Of each layer's difference from its band.
         """
-        return api != "metal" if self.gemm is None else self.gemm
+        if self.gemm is not None:
+            return self.gemm
+        return rank > _RANKS_BY_OP.get(api, -1)
 
     def identity(self) -> dict[str, str | int | list[str] | None]:
         """Returns what the served weights depend on, fit for JSON.
