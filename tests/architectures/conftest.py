@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 import json
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.architectures.common import MTP, Run, Traced
+from tests.architectures.common import MTP, Generated, Run, Traced
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -105,5 +105,42 @@ def traced(
         checkpoint: str, *command: str, **variables: str
     ) -> dict[str, Any]:
         return call(checkpoint, command, tuple(sorted(variables.items())))
+
+    return give
+
+
+@pytest.fixture(scope="module")
+def generated(
+    run: Run,
+    checkpoints: Mapping[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[..., Generated]:
+    """Gives what `max generate` computes of the float32 toy, on the CPU."""
+
+    @functools.cache
+    def generate(
+        command: tuple[str, ...], variables: tuple[tuple[str, str], ...]
+    ) -> Generated:
+        out = tmp_path_factory.mktemp("generated") / "steps.npz"
+        done = run(
+            dict(variables),
+            *("-m", "tests.toys.probe", "steps", out, "generate"),
+            *("--model", checkpoints["float32"], *command),
+            *("--max-new-tokens", "8", "--top-k", "1"),
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        with np.load(out) as saved:
+            steps = range(len(saved.files) // 2)
+            tokens = [saved[f"tokens_{i}"] for i in steps]
+            logits = np.concatenate([saved[f"logits_{i}"] for i in steps])
+        return Generated(
+            np.concatenate(tokens).tolist(),
+            logits,
+            len(tokens[0]) - 1,
+            done.stdout + done.stderr,
+        )
+
+    def give(*command: str, **variables: str) -> Generated:
+        return generate(command, tuple(sorted(variables.items())))
 
     return give

@@ -6,10 +6,8 @@ Most graphs are only traced, on virtual devices where they are for a GPU.
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 from tests.architectures.common import (
     BANDS,
     BLACKWELL,
+    BY_MATMULS,
     BY_OP,
     CPU,
     FUSED,
@@ -27,16 +26,16 @@ from tests.architectures.common import (
     NO_ATTENTION,
     NVFP4,
     RUNTIME,
+    TOLERANCE,
     Float32,
+    Generated,
     Run,
     Traced,
     quantized_values,
 )
 from tests.toys import gemma3, reference
 
-TOLERANCE = 2e-3
-"""On logits of a spread of 3.5, as in tests/integration. 1.2e-4 was seen, and
-14 against weights that are not quantized."""
+PROMPT = *gemma3.CPU_FLAGS, "--prompt", "Why is the sky blue?"
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +138,7 @@ def test_rebuilt_weights_leave_the_graph_as_it_is(traced: Traced) -> None:
 
 @pytest.mark.parametrize(
     ("variables", "form"),
-    [(RUNTIME, "matmuls"), (BY_OP, "a custom op")],
+    [(BY_MATMULS, "matmuls"), (BY_OP, "a custom op")],
     ids=["matmuls", "op"],
 )
 def test_in_the_graph_a_fused_group_is_rebuilt_and_multiplied(
@@ -165,7 +164,7 @@ def test_in_the_graph_a_fused_group_is_rebuilt_and_multiplied(
 def test_a_band_of_one_layer_is_not_rebuilt(traced: Traced) -> None:
     """Its layers are the built-in's, with the checkpoint's weights."""
     found = traced(
-        "bfloat16", *HOPPER, "gpu:0", **{**RUNTIME, "ATTNQUANT_BLOCKS": "5"}
+        "bfloat16", *HOPPER, "gpu:0", **{**BY_MATMULS, "ATTNQUANT_BLOCKS": "5"}
     )
     assert found["ops"]["attnquant.rebuild"] == found["ops"]["mo.matmul"] == 8
     assert found["ops"]["rmo.matmul"] == 4 * 4 + 1
@@ -174,7 +173,7 @@ def test_a_band_of_one_layer_is_not_rebuilt(traced: Traced) -> None:
 def test_the_means_alone_are_multiplied_by(traced: Traced) -> None:
     """At rank 0 there is nothing to rebuild."""
     found = traced(
-        "bfloat16", *HOPPER, "gpu:0", **{**RUNTIME, "ATTNQUANT_RANK": "0"}
+        "bfloat16", *HOPPER, "gpu:0", **{**BY_MATMULS, "ATTNQUANT_RANK": "0"}
     )
     assert "attnquant.rebuild" not in found["ops"]
     assert found["ops"]["rmo.matmul"] == 4 * 6 + 1
@@ -408,89 +407,36 @@ def test_a_checkpoint_without_a_projection_stops_max(
         assert f"the checkpoint has no {missing}" in done.stderr
 
 
-@dataclass(frozen=True)
-class Generated:
-    """What MAX computed for a prompt and eight tokens after it."""
-
-    tokens: list[int]
-    """All of them."""
-
-    logits: Float32
-    """After the prompt and after each token, [9 at most, vocabulary]."""
-
-    first: int
-    """The place of the first logits' token."""
-
-    weights: dict[str, Float32]
-    """What it should have computed with, by the checkpoint's names."""
-
-    log: str
-
-
 SERVED = {
     "nvfp4": NVFP4,
     "no-attention": NO_ATTENTION,
     "bands": BANDS,
-    "matmuls": RUNTIME,
+    "matmuls": BY_MATMULS,
     "op": BY_OP,
 }
 
 
-@pytest.fixture(scope="module")
-def generated(
-    run: Run,
-    checkpoints: Mapping[str, Path],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Callable[[str], Generated]:
-    """Gives what `max generate` computes under the variables of `SERVED`."""
-
-    @functools.cache
-    def generate(served: str) -> Generated:
-        folder = checkpoints["float32"]
-        out = tmp_path_factory.mktemp(served) / "steps.npz"
-        done = run(
-            SERVED[served],
-            *("-m", "tests.toys.probe", "steps", out),
-            *("generate", "--model", folder, *gemma3.CPU_FLAGS),
-            *("--prompt", "Why is the sky blue?"),
-            *("--max-new-tokens", "8", "--top-k", "1"),
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        with np.load(out) as saved:
-            steps = range(len(saved.files) // 2)
-            tokens = [saved[f"tokens_{i}"] for i in steps]
-            logits = np.concatenate([saved[f"logits_{i}"] for i in steps])
-        return Generated(
-            np.concatenate(tokens).tolist(),
-            logits,
-            len(tokens[0]) - 1,
-            served_values(folder, SERVED[served]),
-            done.stdout + done.stderr,
-        )
-
-    return generate
-
-
 @pytest.mark.parametrize("served", SERVED)
 def test_logits_are_numpys(
-    generated: Callable[[str], Generated],
+    generated: Callable[..., Generated],
     checkpoints: Mapping[str, Path],
     served: str,
 ) -> None:
     """`max generate` computes what numpy does with the weights as served."""
-    made = generated(served)
+    variables = SERVED[served]
+    made = generated(*PROMPT, **variables)
     model = reference.Gemma3(checkpoints["float32"])
-    model.weights = made.weights
+    model.weights = served_values(checkpoints["float32"], variables)
     expected = model.logits(made.tokens)[made.first :]
     np.testing.assert_allclose(made.logits, expected, rtol=0, atol=TOLERANCE)
-    quantized = "ATTNQUANT_QUANT" in SERVED[served]
+    quantized = "ATTNQUANT_QUANT" in variables
     assert ("(dequantized at load)" in made.log) == quantized
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("served", SERVED)
 def test_logits_are_transformers(
-    generated: Callable[[str], Generated],
+    generated: Callable[..., Generated],
     checkpoints: Mapping[str, Path],
     served: str,
 ) -> None:
@@ -498,30 +444,35 @@ def test_logits_are_transformers(
     import torch
     import transformers
 
-    made = generated(served)
+    variables = SERVED[served]
+    made = generated(*PROMPT, **variables)
+    expected = served_values(checkpoints["float32"], variables)
     model = transformers.Gemma3ForCausalLM.from_pretrained(
         checkpoints["float32"], dtype="float32", attn_implementation="eager"
     )
     # Copied: what is mapped from a file is read-only.
-    weights = {n: torch.tensor(w) for n, w in made.weights.items()}
+    weights = {n: torch.tensor(w) for n, w in expected.items()}
     missing, unexpected = model.load_state_dict(weights, strict=False)
     assert (missing, unexpected) == (["lm_head.weight"], [])
     with torch.no_grad():
-        expected = model(torch.tensor([made.tokens])).logits[0, made.first :]
+        logits = model(torch.tensor([made.tokens])).logits[0, made.first :]
     np.testing.assert_allclose(
-        made.logits, expected.numpy(), rtol=0, atol=TOLERANCE
+        made.logits, logits.numpy(), rtol=0, atol=TOLERANCE
     )
 
 
 def test_forms_and_paths_compute_the_same(
-    generated: Callable[[str], Generated],
+    generated: Callable[..., Generated],
 ) -> None:
     """Rebuilt at load, by matmuls or by the op: the logits are equal.
 
     Within float32's rounding: 1e-3 on logits of a spread of 3.5.
     """
-    at_load, matmuls, op = map(generated, ("bands", "matmuls", "op"))
-    for other in (matmuls, op):
+    at_load, *others = (
+        generated(*PROMPT, **variables)
+        for variables in (BANDS, BY_MATMULS, BY_OP)
+    )
+    for other in others:
         assert other.tokens == at_load.tokens
         np.testing.assert_allclose(
             other.logits, at_load.logits, rtol=0, atol=1e-3
@@ -531,7 +482,7 @@ def test_forms_and_paths_compute_the_same(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "variables"),
-    [("sm_100a", NVFP4), ("sm_90a", RUNTIME), ("sm_90a", BY_OP)],
+    [("sm_100a", NVFP4), ("sm_90a", BY_MATMULS), ("sm_90a", BY_OP)],
     ids=["nvfp4", "matmuls", "op"],
 )
 def test_graphs_compile_for_a_gpu(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from attnquant_common.traffic import bytes_a_token
 from tests.architectures.common import (
     BANDS,
     BLACKWELL,
+    BY_MATMULS,
     BY_OP,
     CPU,
     HOPPER,
@@ -28,8 +29,9 @@ from tests.architectures.common import (
     MTP,
     NO_ATTENTION,
     NVFP4,
-    RUNTIME,
+    TOLERANCE,
     Float32,
+    Generated,
     Run,
     Traced,
     quantized_values,
@@ -37,6 +39,8 @@ from tests.architectures.common import (
 from tests.toys import gemma4, reference
 
 LAYERS = gemma4.SHAPES["toy"].num_hidden_layers
+
+PROMPT = *gemma4.CPU_FLAGS, "--prompt", "Why is the sky blue? " * 8
 
 PREFIX = "model.language_model."
 
@@ -327,7 +331,9 @@ def test_a_bundle_is_served_in_its_checkpoints_place(
 
 
 @pytest.mark.parametrize("more", [(), MTP], ids=["alone", "drafter"])
-@pytest.mark.parametrize("variables", [RUNTIME, BY_OP], ids=["matmuls", "op"])
+@pytest.mark.parametrize(
+    "variables", [BY_MATMULS, BY_OP], ids=["matmuls", "op"]
+)
 def test_in_the_graph_a_fused_group_is_rebuilt_and_multiplied(
     traced: Traced, variables: dict[str, str], more: tuple[str, ...]
 ) -> None:
@@ -355,7 +361,7 @@ def test_in_the_graph_a_fused_group_is_rebuilt_and_multiplied(
         )
     }
     assert kept == {f"{i}.self_attn.{p}_proj" for i in (2, 5) for p in "qko"}
-    form = "matmuls" if variables is RUNTIME else "a custom op"
+    form = "matmuls" if variables is BY_MATMULS else "a custom op"
     assert f"runtime by {form}, cache unused" in found["log"]
 
 
@@ -514,6 +520,63 @@ def test_what_cannot_be_followed_stops_max(
     )
     assert done.returncode != 0
     assert error in done.stderr
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "variables",
+    [NVFP4, NO_ATTENTION, BANDS, BY_OP],
+    ids=["nvfp4", "no-attention", "bands", "op"],
+)
+def test_logits_are_transformers(
+    generated: Callable[..., Generated],
+    traced: Traced,
+    checkpoints: Mapping[str, Path],
+    variables: dict[str, str],
+) -> None:
+    """`max generate` computes what transformers does with the weights served.
+
+    The prompt is longer than the window of the sliding layers.
+    """
+    import torch
+    import transformers
+
+    made = generated(*PROMPT, **variables)
+    assert made.first > gemma4.SHAPES["toy"].sliding_window
+    model = transformers.Gemma4ForConditionalGeneration.from_pretrained(
+        checkpoints["float32"], dtype="float32", attn_implementation="eager"
+    )
+    at_load = BANDS if variables is BY_OP else variables
+    served = traced("float32", *CPU, **at_load)
+    weights = {
+        PREFIX + name: torch.tensor(
+            value.view(np.float32).reshape(
+                served["graphs"]["decoder"]["weights"][name][1]
+            )
+        )
+        for name, value in served["values"].items()
+    }
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert not unexpected
+    assert not [name for name in missing if name.startswith(PREFIX)]
+    with torch.no_grad():
+        tokens = torch.tensor([made.tokens])
+        logits = model(input_ids=tokens).logits[0, made.first :]
+    np.testing.assert_allclose(
+        made.logits, logits.numpy(), rtol=0, atol=TOLERANCE
+    )
+
+
+def test_forms_and_paths_compute_the_same(
+    generated: Callable[..., Generated],
+) -> None:
+    """Rebuilt at load or by the op: the logits are equal.
+
+    Within float32's rounding: 1e-3 on logits of a spread of 4.
+    """
+    at_load, op = (generated(*PROMPT, **each) for each in (BANDS, BY_OP))
+    assert op.tokens == at_load.tokens
+    np.testing.assert_allclose(op.logits, at_load.logits, rtol=0, atol=1e-3)
 
 
 @pytest.mark.full

@@ -18,7 +18,7 @@ from attnquant_common.loading import Report
 from attnquant_common.plan import CheckpointError, Plan
 from attnquant_common.settings import Settings, SettingsError
 from attnquant_common.tensor import Tensor, TensorSpec
-from tests.toys import gemma3, reference
+from tests.toys import gemma3, gemma4, reference
 
 LAYERS = 3
 TOY = replace(gemma3.SHAPES["toy"], num_hidden_layers=LAYERS)
@@ -148,18 +148,17 @@ def test_rebuilt_from_bands(
 ) -> None:
     """A weight is its band's mean and the best rank r of what it differs by.
 
-    It is rounded to the checkpoint's type; a band of one layer keeps its bits.
+    It is rounded to the checkpoint's type; a band of one layer is left alone.
     """
     plan = Plan(LAYOUT, Settings(blocks=blocks, rank=rank))
     made = dict(plan.rewrite(source))
-    assert made.keys() == {f"{m}.weight" for m in LAYOUT.modules()}
     for band in np.array_split(np.arange(LAYERS), blocks):
         for projection in LAYOUT.projections:
             names = [f"model.layers.{i}.{projection.name}.weight" for i in band]
             mean = np.mean([values[n] for n in names], axis=0, dtype=float)
             for name in names:
                 if len(names) == 1:
-                    assert (made[name].data == source[name].data).all()
+                    assert name not in made
                     continue
                 left, sizes, right = np.linalg.svd(
                     values[name] - mean, full_matrices=False
@@ -172,6 +171,22 @@ def test_rebuilt_from_bands(
                     rtol=2**-8 if made[name].dtype == "BF16" else 1e-4,
                     atol=1e-6,
                 )
+    assert made.keys() == set(plan.needed())
+
+
+def test_what_a_graph_rebuilds_leaves_single_layers_alone() -> None:
+    """What is taken out of a checkpoint is what the graph's parts replace."""
+    where = layout.gemma4(gemma4.SHAPES["toy"])
+    settings = Settings(blocks=2, rank=3, precompute_outside=False)
+    plan = Plan(where, settings)
+    rebuilt = {
+        f"{where.module(layer, p)}.weight"
+        for fused in plan.fused
+        for layer in fused.layers
+        for p in fused.members
+    }
+    assert set(plan.needed()) == rebuilt
+    assert len(rebuilt) == len(where) - 2 * 3
 
 
 def test_quantizing_rebuilt_weights_is_quantizing_their_checkpoint(
@@ -180,7 +195,8 @@ def test_quantizing_rebuilt_weights_is_quantizing_their_checkpoint(
     """Both at once give the bytes of one after the other."""
     bands = Settings(blocks=2, rank=3)
     rebuilt = dict(Plan(LAYOUT, bands).rewrite(source))
-    expected = dict(Plan(LAYOUT, NVFP4).rewrite(rebuilt))
+    weights = {name: source[name] for name in source} | rebuilt
+    expected = dict(Plan(LAYOUT, NVFP4).rewrite(weights))
     both = dict(Plan(LAYOUT, replace(bands, quant="nvfp4")).rewrite(source))
     assert same(both, expected)
 

@@ -44,6 +44,13 @@ _CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|turn>model\n{% endif %}"
 )
 
+CPU_FLAGS = (
+    *("--devices", "cpu", "--quantization-encoding", "float32"),
+    *("--max-length", "1024", "--max-batch-size", "1"),
+    "--no-enable-prefix-caching",
+)
+"""MAX's flags for the toy on a CPU. MAX plans 7 GiB for images."""
+
 _ROWS_A_CHUNK = 16384
 _SUBLAYER_GAIN = 12.0
 _ATTENTION_GAIN = 2.0
@@ -415,7 +422,8 @@ def values(
         elif "post_" in name:
             gain = _SUBLAYER_GAIN
         elif "q_norm" in name or "k_norm" in name:
-            gain = _ATTENTION_GAIN
+            # Scores are not scaled by the size of a head.
+            gain = _ATTENTION_GAIN * dims[0] ** -0.25
         noise = rng.standard_normal(dims, dtype=np.float32)
         yield gain * (1 + np.float32(0.1) * noise)
         return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs MAX's command line and records what it does with Gemma 3.
+"""Runs MAX's command line and records what it does with a Gemma.
 
 For the interpreter of an environment that holds MAX, of any release:
 
@@ -19,6 +19,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import MagicMock
@@ -32,28 +33,37 @@ if TYPE_CHECKING:
     from max.nn.kv_cache import KVCacheParamInterface
     from max.pipelines.architectures.gemma3.gemma3 import Gemma3
     from max.pipelines.architectures.gemma3.model import (
-        Gemma3Inputs,
         Gemma3Model,
     )
     from max.pipelines.lib import ModelOutputs
 
 
+_MODELS = ("gemma3", "Gemma3Model"), ("gemma4", "Gemma3_MultiModalModel")
+
+
 def record_steps(out: Path) -> Callable[[], None]:
-    """Makes the Gemma 3 model keep its tokens and logits.
+    """Makes the Gemma models keep their tokens and logits.
 
     Returns:
         What saves them in `out`, a `.npz` file: `tokens_0`, `logits_0` and so
         on, a pair a call, with shapes `[tokens]` and `[sequences, vocabulary]`.
     """
-    from max.pipelines.architectures.gemma3.model import Gemma3Model
-
     steps: dict[str, npt.NDArray[Any]] = {}
-    execute = Gemma3Model.execute
+    for module, name in _MODELS:
+        found = import_module(f"max.pipelines.architectures.{module}.model")
+        _record(getattr(found, name), steps)
+
+    def save() -> None:
+        np.savez(out, **steps)
+
+    return save
+
+
+def _record(model: type[Any], steps: dict[str, npt.NDArray[Any]]) -> None:
+    execute = model.execute
 
     @functools.wraps(execute)
-    def recording(
-        self: Gemma3Model, model_inputs: Gemma3Inputs
-    ) -> ModelOutputs:
+    def recording(self: object, model_inputs: Any) -> ModelOutputs:  # noqa: ANN401
         outputs = execute(self, model_inputs)
         count = len(steps) // 2
         steps[f"tokens_{count}"] = np.array(model_inputs.tokens.to_numpy())
@@ -61,12 +71,7 @@ def record_steps(out: Path) -> Callable[[], None]:
         steps[f"logits_{count}"] = np.array(logits)
         return outputs
 
-    Gemma3Model.execute = recording
-
-    def save() -> None:
-        np.savez(out, **steps)
-
-    return save
+    model.execute = recording
 
 
 @dataclass

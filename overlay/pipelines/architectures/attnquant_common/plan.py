@@ -124,10 +124,13 @@ class Plan:
     @property
     def rewritten(self) -> list[tuple[int, Projection]]:
         """The projections whose weights are not the checkpoint's."""
+        shared = {
+            (layer, p) for layers, p in self._shared() for layer in layers
+        }
         return [
             (layer, projection)
             for layer, projection in self.layout
-            if self.decomposed
+            if (layer, projection) in shared
             or self.layout.module(layer, projection) in self.quantized
         ]
 
