@@ -36,6 +36,7 @@ from tests.architectures.common import (
     Traced,
     quantized_values,
 )
+from tests.benchmarks import compile_gemma4
 from tests.toys import gemma4, reference
 
 LAYERS = gemma4.SHAPES["toy"].num_hidden_layers
@@ -577,6 +578,31 @@ def test_forms_and_paths_compute_the_same(
     at_load, op = (generated(*PROMPT, **each) for each in (BANDS, BY_OP))
     assert op.tokens == at_load.tokens
     np.testing.assert_allclose(op.logits, at_load.logits, rtol=0, atol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "drafter"), [("toy", True), ("31b", False)], ids=["mtp", "31b"]
+)
+def test_graphs_compile_for_blackwell(
+    patched_env: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    size: str,
+    drafter: bool,
+) -> None:
+    """MAX compiles all layers in NVFP4, with the vision tower, or a drafter.
+
+    No GPU is there. The 31B's checkpoint is a header with no bytes.
+    """
+    for name, value in NVFP4.items():
+        monkeypatch.setenv(name, value)
+    found = compile_gemma4.compile_graphs(
+        patched_env, size, "cuda:sm_100a", tmp_path, drafter=drafter
+    )
+    count = 410 if size == "31b" else 40
+    assert f"NVFP4 {count} of {count} projections" in found["attnquant"]
+    assert found["peak_gb"] < 12
 
 
 @pytest.mark.full
