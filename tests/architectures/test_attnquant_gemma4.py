@@ -223,6 +223,23 @@ def test_several_devices_multiply_by_nvfp4(traced: Traced) -> None:
     assert found["graphs"]["decoder"]["ops"][MATMUL] == 2 * 4 * LAYERS
 
 
+def test_devices_that_cannot_share_the_scales_stop_max(
+    trace: Run, tmp_path: Path
+) -> None:
+    """Before a weight is looked at."""
+    gemma4.write_checkpoint(tmp_path, sparse=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["text_config"]["intermediate_size"] = 528
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    done = trace(
+        NVFP4,
+        tmp_path / "graph",
+        *(*BLACKWELL, "gpu:0,1", "--model", tmp_path),
+    )
+    assert done.returncode != 0
+    assert "has 33 blocks of 16 inputs, which 2 devices cannot" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("variables", "count", "matmuls", "published"),
     [(NVFP4, 410, 240, 19.295e9), (NO_ATTENTION, 180, 120, 31.482e9)],

@@ -174,6 +174,34 @@ def test_rebuilt_from_bands(
     assert made.keys() == set(plan.needed())
 
 
+@pytest.mark.parametrize(
+    ("ignore", "count", "native", "error"),
+    [
+        ((), 1, True, None),
+        ((), 2, True, None),
+        ((), 4, True, None),
+        ((), 3, True, r"layers\.0\.self_attn\.q_proj has 256 outputs, which 3"),
+        ((), 3, False, None),
+        (
+            ("[qkv]_proj",),
+            32,
+            True,
+            "o_proj has 16 blocks of 16 inputs, which 32",
+        ),
+    ],
+)
+def test_scales_that_devices_cannot_share_are_an_error(
+    ignore: tuple[str, ...], count: int, native: bool, error: str | None
+) -> None:
+    """Before the work, with what is shared and how it can be left out."""
+    plan = Plan(LAYOUT, replace(NVFP4, ignore=ignore))
+    if error is None:
+        plan.check_devices(count, native=native)
+        return
+    with pytest.raises(SettingsError, match=error):
+        plan.check_devices(count, native=native)
+
+
 def test_what_a_graph_rebuilds_leaves_single_layers_alone() -> None:
     """What is taken out of a checkpoint is what the graph's parts replace."""
     where = layout.gemma4(gemma4.SHAPES["toy"])

@@ -207,11 +207,11 @@ def test_a_bundle_of_another_model_is_an_error(bundled: Path) -> None:
 def test_weights_are_rebuilt_on_one_device(source: Checkpoint) -> None:
     """More devices are an error that names the other path."""
     plan = Plan(LAYOUT, RUNTIME)
-    plan.check_devices(1)
+    plan.check_devices(1, native=False)
     with pytest.raises(SettingsError, match="ATTNQUANT_PRECOMPUTE_OUTSIDE"):
-        plan.check_devices(2)
-    Plan(LAYOUT, BANDS).check_devices(2)
-    Plan(LAYOUT, replace(RUNTIME, blocks=LAYERS)).check_devices(2)
+        plan.check_devices(2, native=False)
+    Plan(LAYOUT, BANDS).check_devices(2, native=False)
+    Plan(LAYOUT, replace(RUNTIME, blocks=LAYERS)).check_devices(2, native=False)
 
 
 def test_the_line_names_the_path() -> None:

@@ -64,6 +64,19 @@ class Projection:
         """[N, K]."""
         return self.rows, self.columns
 
+    def shared_out(self, block: int) -> tuple[int, str]:
+        """Returns how much there is for devices to share out, and of what.
+
+        In tensor parallelism each has some of the outputs of q, k, v, gate and
+        up, and some of the inputs of o and down.
+
+        Args:
+            block: The inputs that have a scale in common.
+        """
+        if self.group in {"o", "down"}:
+            return self.columns // block, f"blocks of {block} inputs"
+        return self.rows, "outputs"
+
     @property
     def elements(self) -> int:
         """The number of weights."""

@@ -81,7 +81,6 @@ class AttnQuantModel(PipelineModelWithKVCache[Any, Any, Any]):
         """
         model = self.pipeline_config.model
         self._plan = self._plan_for(model)
-        self._plan.check_devices(len(self.devices))
         if dtype_name(self.dtype) not in WEIGHTS:
             raise CheckpointError(
                 f"{model.model_path} is served as {self.dtype}, already "
@@ -90,6 +89,7 @@ class AttnQuantModel(PipelineModelWithKVCache[Any, Any, Any]):
             )
         device = model.default_device_spec.device_type
         self._native = multiplies_nvfp4(device)
+        self._plan.check_devices(len(self.devices), native=self._native)
         self._gemm = self._plan.settings.uses_gemm(
             accelerator_api() if device == "gpu" else "cpu", self._plan.rank
         )

@@ -226,17 +226,35 @@ class Plan:
             if (layers[0], group[0]) in rewritten:
                 yield from self._rewrite_group(source, layers, group)
 
-    def check_devices(self, count: int) -> None:
+    def check_devices(self, count: int, *, native: bool) -> None:
         """Checks that as many devices can serve the model.
 
+        MAX would find out too, but only once the weights are made.
+
+        Args:
+            count: How many share each layer.
+            native: Whether the graph multiplies by NVFP4.
+
         Raises:
-            SettingsError: If the graph is to rebuild weights on several.
+            SettingsError: If the graph is to rebuild weights on several, or a
+                quantized weight's scales cannot be shared out evenly.
         """
         if self.runtime and count > 1:
             raise SettingsError(
                 "ATTNQUANT_PRECOMPUTE_OUTSIDE=0 serves on one device, and "
                 f"there are {count}; set it to 1 or name one by --devices"
             )
+        if not native:
+            return
+        for layer, projection in self.layout:
+            module = self.layout.module(layer, projection)
+            shared, what = projection.shared_out(nvfp4.BLOCK)
+            if module in self.quantized and shared % count:
+                raise SettingsError(
+                    f"ATTNQUANT_QUANT=nvfp4: {module} has {shared} {what}, "
+                    f"which {count} devices cannot share evenly; name its "
+                    f"group in ATTNQUANT_QUANT_IGNORE, or other --devices"
+                )
 
     def _rewrite_group(
         self,
