@@ -38,6 +38,7 @@ from tests.architectures.common import (
 )
 from tests.benchmarks import compile_gemma4
 from tests.toys import gemma4, reference
+from tests.toys.checkpoint import write_safetensors
 
 LAYERS = gemma4.SHAPES["toy"].num_hidden_layers
 
@@ -652,7 +653,9 @@ def alter(file: Path, name: str, *, missing: bool) -> None:
     else:
         tensors[name] = np.zeros(8, np.float32)
     shapes = {n: t.shape for n, t in tensors.items()}
-    gemma4.write_safetensors(file, shapes, "bfloat16", 0, sparse=True)
+    write_safetensors(
+        file, shapes, "bfloat16", lambda name, dims: (), sparse=True
+    )
 
 
 def served_values(

@@ -17,7 +17,6 @@ logits.
 from __future__ import annotations
 
 import argparse
-import json
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -29,6 +28,8 @@ import numpy.typing as npt
 from tokenizers import Regex, Tokenizer, decoders, models
 from tokenizers import pre_tokenizers as pre
 from tokenizers.processors import TemplateProcessing
+
+from tests.toys.checkpoint import write_folder, write_safetensors
 
 SPECIAL_TOKENS = (
     "<pad>",
@@ -260,43 +261,6 @@ def values(
         yield chunk
 
 
-def bfloat16_bits(x: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """Rounds finite float32 values to bfloat16, to nearest, ties to even."""
-    bits = x.view(np.uint32)
-    rounded = bits + np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1))
-    return (rounded >> 16).astype(np.uint16)
-
-
-def write_safetensors(path: Path, shape: Shape, dtype: str, seed: int) -> None:
-    """Streams the random weights into a safetensors file.
-
-    Args:
-        path: The file to write.
-        shape: The model's sizes.
-        dtype: `float32` or `bfloat16`.
-        seed: The seed of the whole checkpoint.
-    """
-    tag, width = {"float32": ("F32", 4), "bfloat16": ("BF16", 2)}[dtype]
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, dims in tensors(shape).items():
-        start, end = end, end + width * int(np.prod(dims))
-        header[name] = {
-            "dtype": tag,
-            "shape": dims,
-            "data_offsets": [start, end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
-        for name, dims in tensors(shape).items():
-            for chunk in values(name, dims, seed):
-                data = bfloat16_bits(chunk) if dtype == "bfloat16" else chunk
-                file.write(data.tobytes())
-
-
 def write_checkpoint(
     folder: Path,
     *,
@@ -325,30 +289,20 @@ def write_checkpoint(
         shape = replace(shape, num_hidden_layers=layers)
     if head_dim is not None:
         shape = replace(shape, head_dim=head_dim)
-    folder.mkdir(parents=True, exist_ok=True)
-    settings = {
-        "config.json": config(shape, dtype),
-        "generation_config.json": {
-            "bos_token_id": BOS,
-            "eos_token_id": [EOS, END_OF_TURN],
-            "pad_token_id": PAD,
-        },
-        "tokenizer_config.json": {
-            "add_bos_token": True,
-            "bos_token": "<bos>",
-            "chat_template": CHAT_TEMPLATE,
-            "clean_up_tokenization_spaces": False,
-            "eos_token": "<eos>",
-            "model_max_length": shape.max_position_embeddings,
-            "pad_token": "<pad>",
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "unk_token": "<unk>",
-        },
-    }
-    for name, content in settings.items():
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
-    tokenizer(shape.vocab_size).save(str(folder / "tokenizer.json"))
-    write_safetensors(folder / "model.safetensors", shape, dtype, seed)
+    write_folder(
+        folder,
+        config(shape, dtype),
+        tokenizer(shape.vocab_size),
+        CHAT_TEMPLATE,
+        shape.max_position_embeddings,
+        end_of_turn=SPECIAL_TOKENS[END_OF_TURN],
+    )
+    write_safetensors(
+        folder / "model.safetensors",
+        tensors(shape),
+        dtype,
+        lambda name, dims: values(name, dims, seed),
+    )
     return shape
 
 

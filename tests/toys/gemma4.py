@@ -17,7 +17,6 @@ projections and bytes; its vision tower's are not known to be the real ones.
 from __future__ import annotations
 
 import argparse
-import json
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -28,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models
 
-from tests.toys.gemma3 import bfloat16_bits
+from tests.toys.checkpoint import write_folder, write_safetensors
 
 SPECIAL_TOKENS = (
     *("<pad>", "<eos>", "<bos>", "<unk>", "<|turn>", "<turn|>"),
@@ -434,47 +433,6 @@ def values(
         yield chunk * np.float32(columns**-0.5)
 
 
-def write_safetensors(
-    path: Path,
-    shapes: Mapping[str, tuple[int, ...]],
-    dtype: str,
-    seed: int,
-    *,
-    sparse: bool,
-) -> None:
-    """Streams random weights into a safetensors file.
-
-    Args:
-        path: The file to write.
-        shapes: The tensors' shapes, by name.
-        dtype: `float32` or `bfloat16`.
-        seed: The seed of the whole checkpoint.
-        sparse: Leave the bytes out, so that they read as zeros.
-    """
-    tag, width = {"float32": ("F32", 4), "bfloat16": ("BF16", 2)}[dtype]
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, dims in shapes.items():
-        start, end = end, end + width * int(np.prod(dims))
-        header[name] = {
-            "dtype": tag,
-            "shape": dims,
-            "data_offsets": [start, end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
-        if sparse:
-            file.truncate(file.tell() + end)
-            return
-        for name, dims in shapes.items():
-            for chunk in values(name, dims, seed):
-                data = bfloat16_bits(chunk) if dtype == "bfloat16" else chunk
-                file.write(data.tobytes())
-
-
 def write_checkpoint(
     folder: Path,
     *,
@@ -531,31 +489,20 @@ def _write_folder(
     seed: int,
     sparse: bool,
 ) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    ids = {token: number for number, token in enumerate(SPECIAL_TOKENS)}
-    settings = {
-        "config.json": config,
-        "generation_config.json": {
-            "bos_token_id": ids["<bos>"],
-            "eos_token_id": [ids["<eos>"], ids["<turn|>"]],
-            "pad_token_id": ids["<pad>"],
-        },
-        "tokenizer_config.json": {
-            "bos_token": "<bos>",
-            "chat_template": _CHAT_TEMPLATE,
-            "clean_up_tokenization_spaces": False,
-            "eos_token": "<eos>",
-            "model_max_length": 2048,
-            "pad_token": "<pad>",
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "unk_token": "<unk>",
-        },
-    }
-    for name, content in settings.items():
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
-    tokenizer().save(str(folder / "tokenizer.json"))
+    write_folder(
+        folder,
+        config,
+        tokenizer(),
+        _CHAT_TEMPLATE,
+        2048,
+        end_of_turn="<turn|>",
+    )
     write_safetensors(
-        folder / "model.safetensors", shapes, dtype, seed, sparse=sparse
+        folder / "model.safetensors",
+        shapes,
+        dtype,
+        lambda name, dims: values(name, dims, seed),
+        sparse=sparse,
     )
 
 

@@ -11,7 +11,7 @@ import safetensors
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.toys import gemma3, reference
+from tests.toys import checkpoint, gemma3, reference
 
 SHAPE = gemma3.SHAPES["toy"]
 TOKENIZER = gemma3.tokenizer(SHAPE.vocab_size)
@@ -89,7 +89,7 @@ def test_library_reads_the_same_weights(tmp_path: Path) -> None:
 def test_bfloat16_rounds_to_nearest_even() -> None:
     """Halfway cases go to the even neighbour, others to the nearest."""
     values = np.array([1, 1 + 2**-8, 1 + 3 * 2**-8, -1.005], np.float32)
-    bits = gemma3.bfloat16_bits(values).astype(np.uint32) << 16
+    bits = checkpoint.bfloat16_bits(values).astype(np.uint32) << 16
     expected = np.array([1, 1, 1 + 2**-6, -1.0078125], np.float32)
     np.testing.assert_array_equal(bits.view(np.float32), expected)
 

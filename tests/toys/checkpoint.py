@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes the files of a checkpoint folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
+
+Float32 = npt.NDArray[np.float32]
+Draw = Callable[[str, tuple[int, ...]], Iterable[Float32]]
+"""Gives consecutive rows of a tensor, by name and shape."""
+
+
+def write_folder(
+    folder: Path,
+    config: Mapping[str, Any],
+    tokenizer: Tokenizer,
+    chat_template: str,
+    max_length: int,
+    *,
+    end_of_turn: str,
+) -> None:
+    """Writes all but the weights.
+
+    Args:
+        folder: Where to write; made if missing.
+        config: What `config.json` has.
+        tokenizer: It has `<bos>`, `<eos>`, `<pad>` and `<unk>`.
+        chat_template: Jinja, as transformers takes it.
+        max_length: The most tokens of a prompt and its answer.
+        end_of_turn: The token that ends an answer, as `<eos>` does.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = {
+        "config.json": config,
+        "generation_config.json": {
+            "bos_token_id": tokenizer.token_to_id("<bos>"),
+            "eos_token_id": [
+                tokenizer.token_to_id("<eos>"),
+                tokenizer.token_to_id(end_of_turn),
+            ],
+            "pad_token_id": tokenizer.token_to_id("<pad>"),
+        },
+        "tokenizer_config.json": {
+            "add_bos_token": True,
+            "bos_token": "<bos>",
+            "chat_template": chat_template,
+            "clean_up_tokenization_spaces": False,
+            "eos_token": "<eos>",
+            "model_max_length": max_length,
+            "pad_token": "<pad>",
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "unk_token": "<unk>",
+        },
+    }
+    for name, content in settings.items():
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def write_safetensors(
+    path: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: str,
+    draw: Draw,
+    *,
+    sparse: bool = False,
+) -> None:
+    """Streams weights into a safetensors file.
+
+    Args:
+        path: The file to write.
+        shapes: The tensors' shapes, by name.
+        dtype: `float32` or `bfloat16`.
+        draw: Gives the weights.
+        sparse: Leave the bytes out, so that they read as zeros.
+    """
+    tag, width = {"float32": ("F32", 4), "bfloat16": ("BF16", 2)}[dtype]
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, dims in shapes.items():
+        start, end = end, end + width * int(np.prod(dims))
+        header[name] = {
+            "dtype": tag,
+            "shape": dims,
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        if sparse:
+            file.truncate(file.tell() + end)
+            return
+        for name, dims in shapes.items():
+            for chunk in draw(name, dims):
+                data = bfloat16_bits(chunk) if dtype == "bfloat16" else chunk
+                file.write(data.tobytes())
+
+
+def bfloat16_bits(x: Float32) -> npt.NDArray[np.uint16]:
+    """Rounds finite float32 values to bfloat16, to nearest, ties to even."""
+    bits = x.view(np.uint32)
+    rounded = bits + np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1))
+    return (rounded >> 16).astype(np.uint16)
