@@ -19,10 +19,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from throughput.capture import add_protocol, measure, parse, protocol_of
-from throughput.graphs import served
-from throughput.report import render
-from throughput.server import CAPTURE_OFF, Arm, MeasureError
+from throughput.capture import add_protocol, parse, run
+from throughput.server import CAPTURE_OFF, Arm
 
 _FORMS = {"matmuls": "1", "a custom op": "0"}
 
@@ -89,21 +87,8 @@ def main() -> int:
     add("--ranks", type=int, nargs="+", default=[4, 32])
     add_protocol(parser)
     args = parse(parser)
-    protocol = protocol_of(args)
-    all_arms = arms(args.patched, args.patched_path, args.blocks, args.ranks)
-    try:
-        results = measure(
-            served(all_arms, args, protocol.flags),
-            args.model,
-            protocol,
-            args.output,
-            args.time_limit,
-        )
-    except MeasureError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(render(results))
-    return 0
+    found = arms(args.patched, args.patched_path, args.blocks, args.ranks)
+    return run(found, args)
 
 
 if __name__ == "__main__":

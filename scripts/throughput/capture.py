@@ -311,24 +311,17 @@ def protocol_of(args: argparse.Namespace) -> Protocol:
     )
 
 
-def main() -> int:
-    """Runs the command line."""
-    parser = argparse.ArgumentParser(
-        prog="throughput.capture",
-        description="Time decoding with and without device graph capture.",
-    )
-    add = parser.add_argument
-    add("--baseline", required=True, help="interpreter of the untouched MAX")
-    add("--baseline-path", default="", help="its PYTHONPATH")
-    add("--patched", required=True, help="interpreter of ours")
-    add("--patched-path", default="", help="its PYTHONPATH")
-    add_protocol(parser)
-    args = parse(parser)
+def run(arms: Sequence[Arm], args: argparse.Namespace) -> int:
+    """Times arms as a command line asks, and prints the report.
+
+    Args:
+        arms: The arms.
+        args: Parsed, with the arguments of `add_protocol`.
+
+    Returns:
+        The exit status.
+    """
     protocol = protocol_of(args)
-    arms = [
-        Arm("built-in", args.baseline, args.baseline_path, graphs="built-in"),
-        *ours(args.patched, args.patched_path),
-    ]
     try:
         results = measure(
             graphs.served(arms, args, protocol.flags),
@@ -342,6 +335,25 @@ def main() -> int:
         return 1
     print(render(results))
     return 0
+
+
+def main() -> int:
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(
+        prog="throughput.capture",
+        description="Time decoding with and without device graph capture.",
+    )
+    add = parser.add_argument
+    add("--baseline", required=True, help="interpreter of the untouched MAX")
+    add("--baseline-path", default="", help="its PYTHONPATH")
+    add("--patched", required=True, help="interpreter of ours")
+    add("--patched-path", default="", help="its PYTHONPATH")
+    add_protocol(parser)
+    args = parse(parser)
+    built_in = Arm(
+        "built-in", args.baseline, args.baseline_path, graphs="built-in"
+    )
+    return run([built_in, *ours(args.patched, args.patched_path)], args)
 
 
 if __name__ == "__main__":
