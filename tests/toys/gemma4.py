@@ -438,6 +438,7 @@ def write_checkpoint(
     *,
     size: str = "toy",
     dtype: str = "bfloat16",
+    layers: int | None = None,
     seed: int = 0,
     sparse: bool = False,
 ) -> Shape:
@@ -447,6 +448,7 @@ def write_checkpoint(
         folder: Where to write; made if missing.
         size: A key of `SHAPES`.
         dtype: `float32` or `bfloat16`.
+        layers: How many of the size's layers, the first ones, if not all.
         seed: Selects the random weights.
         sparse: As in :func:`write_safetensors`.
 
@@ -454,6 +456,8 @@ def write_checkpoint(
         The sizes of the model written.
     """
     shape = SHAPES[size]
+    if layers is not None:
+        shape = replace(shape, layer_types=shape.layer_types[:layers])
     _write_folder(
         folder, config(shape, dtype), tensors(shape), dtype, seed, sparse
     )
@@ -514,17 +518,29 @@ def main() -> None:
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16"), default="bfloat16"
     )
+    parser.add_argument("--layers", type=int, help="fewer layers")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sparse", action="store_true")
     parser.add_argument(
         "--drafter", action="store_true", help="write its drafter instead"
     )
     args = parser.parse_args()
-    write = write_drafter if args.drafter else write_checkpoint
-    write(
+    if args.drafter:
+        if args.layers is not None:
+            parser.error("--layers: a drafter has the layers of its size")
+        write_drafter(
+            args.folder,
+            size=args.size,
+            dtype=args.dtype,
+            seed=args.seed,
+            sparse=args.sparse,
+        )
+        return
+    write_checkpoint(
         args.folder,
         size=args.size,
         dtype=args.dtype,
+        layers=args.layers,
         seed=args.seed,
         sparse=args.sparse,
     )

@@ -60,15 +60,20 @@ def record_steps(out: Path) -> Callable[[], None]:
 
 
 def _record(model: type[Any], steps: dict[str, npt.NDArray[Any]]) -> None:
+    from max.driver import CPU
+
     execute = model.execute
 
     @functools.wraps(execute)
     def recording(self: object, model_inputs: Any) -> ModelOutputs:  # noqa: ANN401
         outputs = execute(self, model_inputs)
         count = len(steps) // 2
-        steps[f"tokens_{count}"] = np.array(model_inputs.tokens.to_numpy())
-        logits = outputs.next_token_logits.to_numpy()
-        steps[f"logits_{count}"] = np.array(logits)
+        for name, buffer in (
+            ("tokens", model_inputs.tokens),
+            ("logits", outputs.next_token_logits),
+        ):
+            values = buffer.to(CPU()).to_numpy()
+            steps[f"{name}_{count}"] = np.array(values)
         return outputs
 
     model.execute = recording
