@@ -48,27 +48,12 @@ def checkpoints(
         for name in ("bfloat16", "float32", "sharded", "untied")
     }
     gemma3.write_checkpoint(folders["bfloat16"], dtype="bfloat16")
-    for name in ("float32", "sharded", "untied"):
+    for name in ("float32", "untied"):
         gemma3.write_checkpoint(folders[name])
-    _shard(folders["sharded"])
+    # So that no fused group is whole in a file.
+    gemma3.write_checkpoint(folders["sharded"], shards=2)
     _untie(folders["untied"])
     return folders
-
-
-def _shard(folder: Path) -> None:
-    whole = folder / "model.safetensors"
-    tensors = load_file(whole)
-    whole.unlink()
-    homes = {}
-    for number in (1, 2):
-        file = f"model-0000{number}-of-00002.safetensors"
-        # So that no fused group is whole in a file.
-        names = sorted(tensors)[number - 1 :: 2]
-        save_file({n: tensors[n] for n in names}, folder / file)
-        homes |= dict.fromkeys(names, file)
-    total = sum(tensor.nbytes for tensor in tensors.values())
-    index = {"metadata": {"total_size": total}, "weight_map": homes}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def _untie(folder: Path) -> None:

@@ -64,6 +64,43 @@ def write_folder(
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
+def write_weights(
+    folder: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: str,
+    draw: Draw,
+    *,
+    shards: int = 1,
+    sparse: bool = False,
+) -> None:
+    """Writes `model.safetensors`, or several files and their index.
+
+    Args:
+        folder: Where to write.
+        shapes: As in :func:`write_safetensors`, as are the others.
+        dtype: Likewise.
+        draw: Likewise.
+        shards: The number of files. Tensors go to them in turn, so that those
+            of a fused group lie in different ones.
+        sparse: Likewise.
+    """
+    if shards == 1:
+        file = folder / "model.safetensors"
+        write_safetensors(file, shapes, dtype, draw, sparse=sparse)
+        return
+    homes = {}
+    for number in range(shards):
+        name = f"model-{number + 1:05d}-of-{shards:05d}.safetensors"
+        mine = dict(list(shapes.items())[number::shards])
+        write_safetensors(folder / name, mine, dtype, draw, sparse=sparse)
+        homes |= dict.fromkeys(mine, name)
+    width = {"float32": 4, "bfloat16": 2}[dtype]
+    total = width * sum(int(np.prod(dims)) for dims in shapes.values())
+    index = {"metadata": {"total_size": total}, "weight_map": homes}
+    text = json.dumps(index, indent=2)
+    (folder / "model.safetensors.index.json").write_text(text + "\n")
+
+
 def write_safetensors(
     path: Path,
     shapes: Mapping[str, tuple[int, ...]],

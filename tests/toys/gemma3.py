@@ -29,7 +29,7 @@ from tokenizers import Regex, Tokenizer, decoders, models
 from tokenizers import pre_tokenizers as pre
 from tokenizers.processors import TemplateProcessing
 
-from tests.toys.checkpoint import write_folder, write_safetensors
+from tests.toys.checkpoint import write_folder, write_weights
 
 SPECIAL_TOKENS = (
     "<pad>",
@@ -268,6 +268,7 @@ def write_checkpoint(
     dtype: str = "float32",
     layers: int | None = None,
     head_dim: int | None = None,
+    shards: int = 1,
     seed: int = 0,
 ) -> Shape:
     """Writes a checkpoint folder.
@@ -279,6 +280,7 @@ def write_checkpoint(
         layers: The number of layers, when not the size's own.
         head_dim: The width of a head, likewise. MAX's attention in float32
             takes up to 128 on a GPU.
+        shards: The number of files with weights.
         seed: Selects the random weights.
 
     Returns:
@@ -297,11 +299,12 @@ def write_checkpoint(
         shape.max_position_embeddings,
         end_of_turn=SPECIAL_TOKENS[END_OF_TURN],
     )
-    write_safetensors(
-        folder / "model.safetensors",
+    write_weights(
+        folder,
         tensors(shape),
         dtype,
         lambda name, dims: values(name, dims, seed),
+        shards=shards,
     )
     return shape
 

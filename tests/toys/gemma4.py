@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models
 
-from tests.toys.checkpoint import write_folder, write_safetensors
+from tests.toys.checkpoint import write_folder, write_weights
 
 SPECIAL_TOKENS = (
     *("<pad>", "<eos>", "<bos>", "<unk>", "<|turn>", "<turn|>"),
@@ -439,6 +439,7 @@ def write_checkpoint(
     size: str = "toy",
     dtype: str = "bfloat16",
     layers: int | None = None,
+    shards: int = 1,
     seed: int = 0,
     sparse: bool = False,
 ) -> Shape:
@@ -449,8 +450,9 @@ def write_checkpoint(
         size: A key of `SHAPES`.
         dtype: `float32` or `bfloat16`.
         layers: How many of the size's layers, the first ones, if not all.
+        shards: The number of files with weights.
         seed: Selects the random weights.
-        sparse: As in :func:`write_safetensors`.
+        sparse: As in :func:`.checkpoint.write_safetensors`.
 
     Returns:
         The sizes of the model written.
@@ -459,7 +461,13 @@ def write_checkpoint(
     if layers is not None:
         shape = replace(shape, layer_types=shape.layer_types[:layers])
     _write_folder(
-        folder, config(shape, dtype), tensors(shape), dtype, seed, sparse
+        folder,
+        config(shape, dtype),
+        tensors(shape),
+        dtype,
+        seed,
+        shards,
+        sparse,
     )
     return shape
 
@@ -480,6 +488,7 @@ def write_drafter(
         drafter_tensors(target, drafter),
         dtype,
         seed,
+        1,
         sparse,
     )
     return drafter
@@ -491,6 +500,7 @@ def _write_folder(
     shapes: Mapping[str, tuple[int, ...]],
     dtype: str,
     seed: int,
+    shards: int,
     sparse: bool,
 ) -> None:
     write_folder(
@@ -501,11 +511,12 @@ def _write_folder(
         2048,
         end_of_turn="<turn|>",
     )
-    write_safetensors(
-        folder / "model.safetensors",
+    write_weights(
+        folder,
         shapes,
         dtype,
         lambda name, dims: values(name, dims, seed),
+        shards=shards,
         sparse=sparse,
     )
 
@@ -519,6 +530,7 @@ def main() -> None:
         "--dtype", choices=("float32", "bfloat16"), default="bfloat16"
     )
     parser.add_argument("--layers", type=int, help="fewer layers")
+    parser.add_argument("--shards", type=int, default=1, help="files")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sparse", action="store_true")
     parser.add_argument(
@@ -541,6 +553,7 @@ def main() -> None:
         size=args.size,
         dtype=args.dtype,
         layers=args.layers,
+        shards=args.shards,
         seed=args.seed,
         sparse=args.sparse,
     )
