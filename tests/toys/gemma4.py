@@ -449,7 +449,8 @@ def write_checkpoint(
         folder: Where to write; made if missing.
         size: A key of `SHAPES`.
         dtype: `float32` or `bfloat16`.
-        layers: How many of the size's layers, the first ones, if not all.
+        layers: How many of the size's layers, the last ones, if not all. The
+            last of them is global, as it must be for transformers.
         shards: The number of files with weights.
         seed: Selects the random weights.
         sparse: As in :func:`.checkpoint.write_safetensors`.
@@ -459,7 +460,7 @@ def write_checkpoint(
     """
     shape = SHAPES[size]
     if layers is not None:
-        shape = replace(shape, layer_types=shape.layer_types[:layers])
+        shape = replace(shape, layer_types=shape.layer_types[-layers:])
     _write_folder(
         folder,
         config(shape, dtype),
