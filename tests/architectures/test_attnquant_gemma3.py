@@ -7,6 +7,7 @@ Most graphs are only traced, on virtual devices where they are for a GPU.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -158,11 +159,12 @@ def test_a_band_of_one_layer_is_not_rebuilt(traced: Traced) -> None:
 def test_the_means_alone_are_multiplied_by(traced: Traced) -> None:
     """At rank 0 there is nothing to rebuild."""
     found = traced(
-        "bfloat16", *HOPPER, "gpu:0", **{**BY_MATMULS, "ATTNQUANT_RANK": "0"}
+        "bfloat16", *HOPPER, "gpu:0", **{**RUNTIME, "ATTNQUANT_RANK": "0"}
     )
     assert "attnquant.rebuild" not in found["ops"]
     assert found["ops"]["rmo.matmul"] == 4 * 6 + 1
     assert sum(name.endswith(".w0") for name in found["weights"]) == 8
+    assert "runtime by the means alone, cache unused" in found["log"]
 
 
 def test_several_devices_cannot_rebuild(
@@ -223,6 +225,26 @@ def test_a_bundle_is_served_in_its_checkpoints_place(
     assert held["weights"] == asked["weights"]
     for name, value in asked["values"].items():
         assert (held["values"][name] == value).all(), name
+
+
+def test_a_bundle_damaged_where_max_reads_it_stops_max(
+    trace: Run, bundles: Mapping[str, Path], tmp_path: Path
+) -> None:
+    """The error names the tensor, which is one that is not decomposed."""
+    folder = tmp_path / "bundle"
+    shutil.copytree(bundles["float32-bundle"], folder)
+    (file,) = folder.glob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    length = int.from_bytes(content[:8], "little")
+    name = "model.embed_tokens.weight"
+    header = json.loads(content[8 : 8 + length])
+    content[8 + length + header[name]["data_offsets"][0] + 5] ^= 1
+    file.write_bytes(content)
+    done = trace(
+        {"ATTNQUANT": "1"}, tmp_path / "graph", *CPU, "--model", folder
+    )
+    assert done.returncode != 0
+    assert f"is damaged: in {name}" in done.stderr
 
 
 @pytest.mark.parametrize("devices", ["gpu:0", "gpu:0,1"])

@@ -458,6 +458,29 @@ def test_a_bundle_is_not_decomposed_again(path: Path) -> None:
         bundle.write(path, Checkpoint(path.parent), 3, 1)
 
 
+def test_the_report_takes_what_a_bundle_takes(path: Path) -> None:
+    """A bundle has no weights to decompose, and a rank is not negative."""
+    with pytest.raises(ValueError, match="a rank of 0 or more, found -1"):
+        report.report(model("BF16"), [2], [-1])
+    bundle.write(path, model("BF16"), 2, 1)
+    with pytest.raises(ValueError, match="is of a bundle; name the checkpoint"):
+        report.report(Checkpoint(path.parent), [2], [1])
+
+
+def test_what_is_not_decomposed_is_verified(path: Path) -> None:
+    """Whoever reads the file by other means can know of damage in it."""
+    bundle.write(path, model("BF16"), 2, 1)
+    Bundle(path).verify()
+    content = bytearray(path.read_bytes())
+    length = int.from_bytes(content[:8], "little")
+    name = "model.embed_tokens.weight"
+    start, _ = json.loads(content[8 : 8 + length])[name]["data_offsets"]
+    content[8 + length + start] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(BundleError, match=f"in {name}"):
+        Bundle(path).verify()
+
+
 def test_no_projections_is_an_error(path: Path) -> None:
     """A checkpoint of another kind has no layers to share."""
     tensors = {"x": model("F32")["model.embed_tokens.weight"]}

@@ -211,7 +211,12 @@ def test_weights_are_rebuilt_on_one_device(source: Checkpoint) -> None:
     with pytest.raises(SettingsError, match="ATTNQUANT_PRECOMPUTE_OUTSIDE"):
         plan.check_devices(2, native=False)
     Plan(LAYOUT, BANDS).check_devices(2, native=False)
-    Plan(LAYOUT, replace(RUNTIME, blocks=LAYERS)).check_devices(2, native=False)
+
+
+def test_nothing_to_rebuild_is_an_error() -> None:
+    """A server must not start as something else than asked."""
+    with pytest.raises(SettingsError, match="is a band of its own"):
+        Plan(LAYOUT, replace(RUNTIME, blocks=LAYERS))
 
 
 def test_the_line_names_the_path() -> None:

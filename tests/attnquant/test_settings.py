@@ -12,6 +12,7 @@ from attnquant_common.settings import (
     VARIABLES,
     Settings,
     SettingsError,
+    cache_dir,
     default_cache_dir,
     from_environment,
     matches,
@@ -34,7 +35,7 @@ FULL = {
 }
 RUNTIME = {
     "ATTNQUANT_BLOCKS": "3",
-    "ATTNQUANT_RANK": "0",
+    "ATTNQUANT_RANK": "4",
     "ATTNQUANT_PRECOMPUTE_OUTSIDE": "0",
 }
 
@@ -275,23 +276,42 @@ def test_a_pattern_without_a_match_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("api", "rank", "expected"),
+    ("target", "rank", "expected"),
     [
-        ("cuda", 4, False),
-        ("cuda", 16, False),
-        ("cuda", 17, True),
+        ("sm_90a", 4, False),
+        ("sm_90a", 16, False),
+        ("sm_90a", 17, True),
+        ("sm_100a", 4, True),
         ("hip", 4, True),
         ("cpu", 4, True),
         ("metal", 512, False),
     ],
 )
 def test_auto_picks_by_device_and_rank(
-    api: str, rank: int, expected: bool
+    target: str, rank: int, expected: bool
 ) -> None:
-    """The op on Metal, and at low ranks on NVIDIA; else what was asked for."""
-    assert Settings().uses_gemm(api, rank) is expected
-    assert Settings(gemm=True).uses_gemm(api, rank)
-    assert not Settings(gemm=False).uses_gemm(api, rank)
+    """The op on Metal, and at low ranks on Hopper; else what was asked for."""
+    assert Settings().uses_gemm(target, rank) is expected
+    assert Settings(gemm=True).uses_gemm(target, rank)
+    assert not Settings(gemm=False).uses_gemm(target, rank)
+
+
+def test_a_form_without_anything_to_rebuild_is_an_error() -> None:
+    """At rank 0 there are the means alone."""
+    with pytest.raises(SettingsError, match="leaves nothing to rebuild"):
+        ask(
+            ATTNQUANT_BLOCKS="2",
+            ATTNQUANT_RANK="0",
+            ATTNQUANT_PRECOMPUTE_OUTSIDE="0",
+            ATTNQUANT_GEMM="1",
+        )
+
+
+@pytest.mark.parametrize("name", ["", "~nosuchuser/cache"])
+def test_a_cache_that_is_no_folder_is_an_error(name: str) -> None:
+    """For the tools as for a start."""
+    with pytest.raises(SettingsError, match="expected a folder"):
+        cache_dir({"ATTNQUANT_CACHE_DIR": name})
 
 
 def test_identity_has_what_weights_depend_on() -> None:

@@ -224,4 +224,4 @@ def test_auto_keeps_to_where_the_forms_meet() -> None:
     meet = 4 + (min(matmuls.values()) - op[4]) / a_rank
     assert 18 < meet < 22
     for rank in (4, 16, 32):
-        assert Settings().uses_gemm("cuda", rank) == (rank > meet)
+        assert Settings().uses_gemm("sm_90a", rank) == (rank > meet)

@@ -10,10 +10,9 @@ import re
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from .cache import Cache, Entry
-from .settings import SettingsError, default_cache_dir
+from .settings import SettingsError, cache_dir
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _SHOWN = 12
@@ -28,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     try:
-        cache = Cache(_folder())
+        cache = Cache(cache_dir(os.environ))
         return _list(cache) if options.verb == "ls" else _remove(cache, options)
     except (OSError, SettingsError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -67,13 +66,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _folder() -> Path:
-    named = os.environ.get("ATTNQUANT_CACHE_DIR")
-    if named:
-        return Path(named).expanduser().absolute()
-    return default_cache_dir(os.environ)
-
-
 def _seconds(text: str) -> float:
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd])", text)
     if not match:
@@ -95,7 +87,8 @@ def _list(cache: Cache) -> int:
             f"{_age(entry):>9}  {what}"
         )
     total = sum(entry.nbytes for entry in entries)
-    print(f"{len(entries)} entries, {_size(total)}, in {cache.folder}")
+    what = "entry" if len(entries) == 1 else "entries"
+    print(f"{len(entries)} {what}, {_size(total)}, in {cache.folder}")
     return 0
 
 

@@ -24,7 +24,7 @@ import json
 import secrets
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,6 +124,27 @@ def bundle_specs(
     return kept
 
 
+def check_checkpoint(names: Iterable[str]) -> None:
+    """Checks that tensors are a checkpoint's and no bundle's.
+
+    Raises:
+        ValueError: If one is a bundle's.
+    """
+    for name in names:
+        if name.endswith((W0, A, B)):
+            raise ValueError(f"{name} is of a bundle; name the checkpoint")
+
+
+def check_rank(rank: int) -> None:
+    """Checks that a number can be a rank.
+
+    Raises:
+        ValueError: If it is below 0.
+    """
+    if rank < 0:
+        raise ValueError(f"expected a rank of 0 or more, found {rank}")
+
+
 def write(
     path: Path,
     checkpoint: Mapping[str, Tensor],
@@ -149,14 +170,11 @@ def write(
         OSError: If the file cannot be written.
     """
     specs = {name: tensor.spec for name, tensor in checkpoint.items()}
-    for name in specs:
-        if name.endswith((W0, A, B)):
-            raise ValueError(f"{name} is of a bundle; name the checkpoint")
+    check_checkpoint(specs)
     count = layers(specs)
     if not 1 <= blocks <= count:
         raise ValueError(f"{count} layers cannot make {blocks} bands")
-    if rank < 0:
-        raise ValueError(f"expected a rank of 0 or more, found {rank}")
+    check_rank(rank)
     bands = shared_bands(group(specs), blocks, rank)
     metadata = {
         "format": FORMAT,
@@ -261,7 +279,8 @@ class Checkpoint(Mapping[str, Tensor]):
 class Bundle:
     """A bundle, mapped into memory.
 
-    A tensor's bytes are compared with their digest when they are read.
+    A tensor's bytes are compared with their digest when they are read here.
+    Whoever reads the file otherwise, as MAX does, asks :meth:`verify`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -353,15 +372,26 @@ class Bundle:
         Raises:
             BundleError: If a tensor is damaged.
         """
-        parts = {name for s in self.shared for name in s.specs()}
-        for name in self._file:
-            if name not in parts:
-                yield name, self._read(name)
+        for name in self._kept():
+            yield name, self._read(name)
         for shared in self.shared:
             band = self.band(shared)
             for layer, module in enumerate(shared.modules):
                 weight = from_float32(band.reconstruct(layer), shared.dtype)
                 yield f"{module}.weight", weight
+
+    def verify(self) -> None:
+        """Checks the tensors that are the checkpoint's as they were.
+
+        Raises:
+            BundleError: If one is damaged.
+        """
+        for name in self._kept():
+            self._read(name)
+
+    def _kept(self) -> Iterator[str]:
+        parts = {name for s in self.shared for name in s.specs()}
+        return (name for name in self._file if name not in parts)
 
     def _read(self, name: str) -> Tensor:
         try:

@@ -106,10 +106,10 @@ class _Layers:
                     )
             elif ("o" in quantized) != (inputs in quantized):
                 made.o_proj = Linear(
-                    in_dim=made.q_weight_dim,
-                    out_dim=hidden_size,
-                    dtype=dtype,
-                    device=devices[0],
+                    made.q_weight_dim,
+                    hidden_size,
+                    dtype,
+                    devices[0],
                     quant_config=quant_config if "o" in quantized else None,
                 )
             return made
@@ -146,10 +146,10 @@ class _Layers:
             )
             if ("down" in quantized) != inputs:
                 made.down_proj = Linear(
-                    in_dim=made.feed_forward_length,
-                    out_dim=made.hidden_dim,
-                    dtype=dtype,
-                    device=devices[0],
+                    made.feed_forward_length,
+                    made.hidden_dim,
+                    dtype,
+                    devices[0],
                     quant_config=quant_config if "down" in quantized else None,
                 )
             return made

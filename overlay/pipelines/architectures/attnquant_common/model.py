@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from types import ModuleType
 from typing import Any, ClassVar
 
-from max.driver import accelerator_api, is_virtual_device_mode
+from max.driver import is_virtual_device_mode
 from max.dtype import DType
 from max.graph.weights import WeightData
 from max.nn.quant_config import QuantConfig
@@ -19,7 +19,7 @@ from max.pipelines.lib.graph_specs import GraphSpec
 from max.pipelines.weights.quant import apply_fused_kernel_flags
 
 from . import kernels, layers
-from .hardware import multiplies_nvfp4
+from .hardware import multiplies_nvfp4, target
 from .kernels import rebuild
 from .loading import (
     Report,
@@ -78,6 +78,7 @@ class AttnQuantModel(PipelineModelWithKVCache[Any, Any, Any]):
             CheckpointError: If the checkpoint is already quantized, or does
                 not have the projections that its configuration says.
             SettingsError: If the settings do not fit the model.
+            BundleError: If the checkpoint is a bundle, and damaged.
         """
         model = self.pipeline_config.model
         self._plan = self._plan_for(model)
@@ -91,8 +92,11 @@ class AttnQuantModel(PipelineModelWithKVCache[Any, Any, Any]):
         self._native = multiplies_nvfp4(device)
         self._plan.check_devices(len(self.devices), native=self._native)
         self._gemm = self._plan.settings.uses_gemm(
-            accelerator_api() if device == "gpu" else "cpu", self._plan.rank
+            target(device), self._plan.rank
         )
+        if self._plan.bundle is not None and not is_virtual_device_mode():
+            # MAX reads what is not decomposed by its own loader.
+            self._plan.bundle.verify()
         replaced = {self._served_name(name) for name in self._plan.needed()}
         found = {
             name: cast(data, self.dtype)
@@ -107,6 +111,8 @@ class AttnQuantModel(PipelineModelWithKVCache[Any, Any, Any]):
                 data = cast(data, self.dtype)
             found[data.name] = data
         form = "matmuls" if self._gemm else "a custom op"
+        if self._plan.rank == 0:
+            form = "the means alone"
         self._report = Report(self._plan, cache, self._native, form)
         return found
 

@@ -65,6 +65,11 @@ class Plan:
             self.settings.decomposition(self.layout.layers)
         else:
             self._check_bundle(self.bundle)
+        if not (self.settings.precompute_outside or self.decomposed):
+            raise SettingsError(
+                "ATTNQUANT_PRECOMPUTE_OUTSIDE=0 has nothing to rebuild: each "
+                f"of the {self.layout.layers} layers is a band of its own"
+            )
         for (_, layers), group in self.layout.groups().items():
             for layer in layers:
                 self._check_group(layer, group)
@@ -121,7 +126,7 @@ class Plan:
             if not self.settings.ignores(module)
         )
 
-    @property
+    @cached_property
     def rewritten(self) -> list[tuple[int, Projection]]:
         """The projections whose weights are not the checkpoint's."""
         shared = {
@@ -252,8 +257,9 @@ class Plan:
             if module in self.quantized and shared % count:
                 raise SettingsError(
                     f"ATTNQUANT_QUANT=nvfp4: {module} has {shared} {what}, "
-                    f"which {count} devices cannot share evenly; name its "
-                    f"group in ATTNQUANT_QUANT_IGNORE, or other --devices"
+                    f"which {count} devices cannot share evenly; set "
+                    f"ATTNQUANT_QUANT_IGNORE={self._ignoring(projection)}, or "
+                    "other --devices"
                 )
 
     def _rewrite_group(
@@ -380,6 +386,11 @@ class Plan:
                 "model's configuration says; make it again from its checkpoint"
             )
 
+    def _ignoring(self, projection: Projection) -> str:
+        """Returns patterns that leave out a projection's fused group."""
+        members = self.layout.groups()[projection.group, projection.layers]
+        return ",".join(p.name.rpartition(".")[2] for p in members)
+
     def _check_group(self, layer: int, group: Sequence[Projection]) -> None:
         modules = [self.layout.module(layer, p) for p in group]
         chosen = [m for m in modules if m in self.quantized]
@@ -391,8 +402,8 @@ class Plan:
         if chosen and group[0].columns % nvfp4.BLOCK:
             raise SettingsError(
                 f"ATTNQUANT_QUANT=nvfp4: {modules[0]} has inputs of "
-                f"{group[0].columns}, no multiple of {nvfp4.BLOCK}; name it in "
-                "ATTNQUANT_QUANT_IGNORE"
+                f"{group[0].columns}, no multiple of {nvfp4.BLOCK}; set "
+                f"ATTNQUANT_QUANT_IGNORE={self._ignoring(group[0])}"
             )
 
 

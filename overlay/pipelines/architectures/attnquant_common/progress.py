@@ -59,11 +59,11 @@ class Progress:
                 return
             self._said = now
         log.info(
-            "AttnQuant: %s: %d%%, %.1f of %.1f GB, %.0f s",
+            "AttnQuant: %s: %d%%, %.1f of %.1f MB, %.0f s",
             self.title,
             100 * self.done // max(self.total, 1),
-            self.done / 1e9,
-            self.total / 1e9,
+            self.done / 1e6,
+            self.total / 1e6,
             now - self._began,
         )
 

@@ -64,6 +64,9 @@ def report(
         ValueError: As in :func:`.bundle.write`.
     """
     specs = {name: tensor.spec for name, tensor in checkpoint.items()}
+    bundle.check_checkpoint(specs)
+    for rank in ranks:
+        bundle.check_rank(rank)
     groups = group(specs)
     count = layers(specs)
     for number in blocks:

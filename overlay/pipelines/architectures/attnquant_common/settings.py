@@ -20,14 +20,14 @@ from typing import Any, Literal
 
 PREFIX = "ATTNQUANT"
 
-_RANKS_BY_OP = {"cuda": 16, "metal": float("inf")}
-"""The highest rank at which the custom op rebuilds, where it does, by what
-``accelerator_api()`` returns.
+_RANKS_BY_OP = {"sm_90": 16, "metal": float("inf")}
+"""The highest rank at which the custom op rebuilds, where it does, by how the
+target's name begins.
 
-On an H200 the op is faster than matmuls at rank 4 and slower at 32; its time
-grows with the rank and theirs does not, so that they meet at about 20
+On an H200 (sm_90a) the op is faster than matmuls at rank 4 and slower at 32;
+its time grows with the rank and theirs does not, so that they meet at about 20
 (docs/attnquant.md). Elsewhere it is as published for the system that this
-implements, whose op was faster on Metal alone.
+implements, on sm_100 and with another op, which was faster on Metal alone.
 """
 
 
@@ -119,17 +119,19 @@ class Settings:
                     f"{len(modules)} projections, such as {example}"
                 )
 
-    def uses_gemm(self, api: str, rank: int) -> bool:
+    def uses_gemm(self, target: str, rank: int) -> bool:
         """Says whether the graph rebuilds weights by matmuls.
 
         Args:
-            api: What MAX's ``accelerator_api()`` returns: ``cuda``, ``hip``,
-                ``metal``, or ``cpu``.
+            target: See :func:`.hardware.target`.
             rank: Of each layer's difference from its band.
         """
         if self.gemm is not None:
             return self.gemm
-        return rank > _RANKS_BY_OP.get(api, -1)
+        return not any(
+            target.startswith(name) and rank <= highest
+            for name, highest in _RANKS_BY_OP.items()
+        )
 
     def identity(self) -> dict[str, str | int | list[str] | None]:
         """Returns what the served weights depend on, fit for JSON.
@@ -212,6 +214,24 @@ def asked() -> Settings:
         SettingsError: As :func:`from_environment`.
     """
     return from_environment(os.environ) or Settings()
+
+
+def cache_dir(environment: Mapping[str, str]) -> Path:
+    """Returns where the weight cache lies, whatever else is set.
+
+    Raises:
+        SettingsError: If the variable names no folder, or as
+            :func:`default_cache_dir`.
+    """
+    name = "ATTNQUANT_CACHE_DIR"
+    if name not in environment:
+        return default_cache_dir(environment)
+    try:
+        return _folder(environment[name])
+    except ValueError:
+        raise SettingsError(
+            f"{name}={environment[name]!r}: expected {VARIABLES[name].choices}"
+        ) from None
 
 
 def default_cache_dir(environment: Mapping[str, str]) -> Path:
@@ -318,6 +338,11 @@ def _contradictions(
         found.append(
             "ATTNQUANT_GEMM says how the graph rebuilds weights, which it "
             "does only with ATTNQUANT_PRECOMPUTE_OUTSIDE=0"
+        )
+    if "ATTNQUANT_GEMM" in given and fields.get("rank") == 0:
+        found.append(
+            "ATTNQUANT_GEMM says how the graph rebuilds weights, and "
+            "ATTNQUANT_RANK=0 leaves nothing to rebuild"
         )
     if runtime and "ATTNQUANT_QUANT" in given:
         found.append(
