@@ -13,6 +13,9 @@ case ${1-} in
 *) folder=tools-test groups=(build test) marks="not full and not slow" ;;
 esac
 prepare "build/work/$folder" "${groups[@]}"
+# OpenBLAS's threads spin: on a busy machine small matrices took a hundred times
+# as long with them.
+export OPENBLAS_NUM_THREADS=1
 python=$PWD/build/work/$folder/bin/python
 echo "lint and type-check"
 "$python" -m ruff check
