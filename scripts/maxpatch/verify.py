@@ -190,6 +190,8 @@ def run_proofs(patches: Sequence[Patch], python: Path, root: Path) -> list[str]:
             env={
                 **{k: v for k, v in os.environ.items() if k != _ADDOPTS},
                 PYTHON_VARIABLE: os.fspath(python),
+                # As without pytest's cache: nothing is left in the project.
+                "PYTHONDONTWRITEBYTECODE": "1",
             },
         )
     except ProcessError as error:
