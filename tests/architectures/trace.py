@@ -31,17 +31,17 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import MagicMock
 
 import numpy as np
+from tests.toys.probe import OnDevice
 
 if TYPE_CHECKING:
     from max.driver import Buffer
     from max.engine import InferenceSession, Model
-    from max.graph import DeviceRef, Graph, TensorType
+    from max.graph import Graph
     from max.pipelines.architectures.gemma3.model import Gemma3Model
     from max.pipelines.lib import PipelineConfig, PipelineModel
     from max.pipelines.lib.graph_specs import GraphSpec
@@ -50,16 +50,6 @@ _LARGE = 1 << 26
 """Bytes of a model's weights, from which on they are not saved."""
 
 _OP = re.compile(r'symbol = "([^"]+)"|(rmo\.matmul)\b')
-
-
-@dataclass
-class _OnDevice:
-    """Stands for a buffer of which only the type matters."""
-
-    type: TensorType
-
-    def to(self, device: DeviceRef) -> TensorType:
-        return type(self.type)(self.type.dtype, self.type.shape, device)
 
 
 def made_inputs(model: Gemma3Model, graph: Graph) -> list[str]:
@@ -76,7 +66,7 @@ def made_inputs(model: Gemma3Model, graph: Graph) -> list[str]:
         None,
         tokens=types[0],
         return_n_logits=types[1],
-        input_row_offsets=_OnDevice(types[2]),
+        input_row_offsets=OnDevice(types[2]),
         signal_buffers=types[2 + devices : 2 + 2 * devices],
         kv_cache_inputs=model.kv_params.get_symbolic_inputs(),
     )

@@ -80,7 +80,7 @@ def _record(model: type[Any], steps: dict[str, npt.NDArray[Any]]) -> None:
 
 
 @dataclass
-class _OnDevice:
+class OnDevice:
     """Stands for a buffer of which only the type matters."""
 
     type: TensorType
@@ -112,7 +112,7 @@ def describe(
     model_inputs = Gemma3Inputs(
         tokens=tokens,
         return_n_logits=return_n_logits,
-        input_row_offsets=_OnDevice(row_offsets),
+        input_row_offsets=OnDevice(row_offsets),
         signal_buffers=types[2 + devices : 2 + 2 * devices],
         kv_cache_inputs=kv_inputs,
     )
