@@ -24,12 +24,14 @@ class Completion:
         start: When the request was sent.
         end: When its last byte came.
         stamps: When each piece of content came.
+        text: The content.
         usage: The server's own count of tokens.
     """
 
     start: float
     end: float = 0.0
     stamps: list[float] = field(default_factory=list)
+    text: str = ""
     usage: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -114,8 +116,9 @@ async def complete(
                 raise MeasureError(f"{url}: {chunk['error']}")
             done.usage = chunk.get("usage") or done.usage
             for choice in chunk["choices"]:
-                if choice["delta"].get("content"):
+                if content := choice["delta"].get("content"):
                     done.stamps.append(time.perf_counter())
+                    done.text += content
     done.end = time.perf_counter()
     if not done.stamps:
         raise MeasureError(f"{url}: the stream ended without any content")

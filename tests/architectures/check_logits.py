@@ -96,10 +96,8 @@ def weights(model: Path) -> dict[str, Float32]:
     return quantized_values(found, count, layers, os.environ)
 
 
-def expected(
-    model: Path, tokens: list[int], first: int, dtype: str, device: str
-) -> npt.NDArray[np.float64]:
-    """Returns transformers' logits in a type, of weights in the model's."""
+def reference(model: Path) -> Any:  # noqa: ANN401
+    """Returns transformers' model, with the weights as they are served."""
     import torch
     import transformers
 
@@ -114,7 +112,16 @@ def expected(
     _, unexpected = theirs.load_state_dict(served, strict=False)
     if unexpected:
         raise RuntimeError(f"transformers has no {', '.join(unexpected)}")
-    theirs = theirs.to(device, getattr(torch, dtype))
+    return theirs
+
+
+def expected(
+    model: Path, tokens: list[int], first: int, dtype: str, device: str
+) -> npt.NDArray[np.float64]:
+    """Returns transformers' logits in a type, of weights in the model's."""
+    import torch
+
+    theirs = reference(model).to(device, getattr(torch, dtype))
     with torch.no_grad():
         logits = theirs(input_ids=torch.tensor([tokens], device=device)).logits
     return logits[0, first:].double().cpu().numpy()

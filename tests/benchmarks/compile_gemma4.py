@@ -52,7 +52,7 @@ def compile_graphs(
     """
     gemma4.write_checkpoint(folder / "model", size=size, sparse=True)
     flags = ["--model", folder / "model", "--target", target]
-    flags += ["--max-length", "4096", "--max-batch-size", "8"]
+    flags += ["--max-length", "1024", "--max-batch-size", "8"]
     if drafter:
         gemma4.write_drafter(folder / "draft", size=size, sparse=True)
         flags += [*_MTP, "--draft-model-path", folder / "draft"]

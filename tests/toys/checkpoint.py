@@ -4,17 +4,64 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Tokenizer
+from tokenizers import Regex, Tokenizer, decoders, models
+from tokenizers import pre_tokenizers as pre
+from tokenizers.processors import TemplateProcessing
 
 Float32 = npt.NDArray[np.float32]
 Draw = Callable[[str, tuple[int, ...]], Iterable[Float32]]
 """Gives consecutive rows of a tensor, by name and shape."""
+
+
+def word_tokenizer(special_tokens: Sequence[str], vocab_size: int) -> Tokenizer:
+    """Makes a tokenizer of words `w0_ w1_ ...` and bytes.
+
+    A word of the vocabulary is one token wherever it stands in a text, so a
+    sequence of words survives decoding and encoding. All other text becomes
+    one token a byte of its UTF-8 form. Encoding puts `<bos>` first.
+
+    Args:
+        special_tokens: The first tokens; `<bos>` is one of them.
+        vocab_size: The number of tokens. After the special ones come 256
+            bytes, then words.
+
+    Returns:
+        The tokenizer, with exactly `vocab_size` tokens.
+
+    Raises:
+        ValueError: If special tokens and bytes do not fit.
+    """
+    words = vocab_size - len(special_tokens) - 256
+    if words < 0:
+        raise ValueError(
+            f"vocab_size {vocab_size}: special tokens and bytes alone "
+            f"need {vocab_size - words}"
+        )
+    letters = sorted(pre.ByteLevel.alphabet())
+    names = (*special_tokens, *letters, *(f"w{n}_" for n in range(words)))
+    vocab = {name: number for number, name in enumerate(names)}
+    # Without merges, a piece is either a token as a whole or split in bytes.
+    result = Tokenizer(models.BPE(vocab, merges=[], ignore_merges=True))
+    result.pre_tokenizer = pre.Sequence(
+        [
+            pre.Split(Regex("w[0-9]+_"), "isolated"),
+            pre.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    result.decoder = decoders.ByteLevel()
+    result.add_special_tokens(list(special_tokens))
+    result.post_processor = TemplateProcessing(
+        single="<bos> $A",
+        pair="<bos> $A $B",
+        special_tokens=[("<bos>", vocab["<bos>"])],
+    )
+    return result
 
 
 def write_folder(

@@ -25,11 +25,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Regex, Tokenizer, decoders, models
-from tokenizers import pre_tokenizers as pre
-from tokenizers.processors import TemplateProcessing
+from tokenizers import Tokenizer
 
-from tests.toys.checkpoint import write_folder, write_weights
+from tests.toys.checkpoint import word_tokenizer, write_folder, write_weights
 
 SPECIAL_TOKENS = (
     "<pad>",
@@ -150,45 +148,8 @@ def config(shape: Shape, dtype: str) -> dict[str, Any]:
 
 
 def tokenizer(vocab_size: int) -> Tokenizer:
-    """Makes a tokenizer of words `w0_ w1_ ...` and bytes.
-
-    A word of the vocabulary is one token wherever it stands in a text, so a
-    sequence of words survives decoding and encoding. All other text becomes
-    one token a byte of its UTF-8 form. Encoding puts `<bos>` first.
-
-    Args:
-        vocab_size: The number of tokens, at least `FIRST_WORD`.
-
-    Returns:
-        The tokenizer, with exactly `vocab_size` tokens.
-
-    Raises:
-        ValueError: If special tokens and bytes do not fit.
-    """
-    if vocab_size < FIRST_WORD:
-        raise ValueError(
-            f"vocab_size {vocab_size}: special tokens and bytes alone "
-            f"need {FIRST_WORD}"
-        )
-    letters = sorted(pre.ByteLevel.alphabet())
-    words = (f"w{n}_" for n in range(vocab_size - FIRST_WORD))
-    vocab = {t: i for i, t in enumerate((*SPECIAL_TOKENS, *letters, *words))}
-    # Without merges, a piece is either a token as a whole or split in bytes.
-    result = Tokenizer(models.BPE(vocab, merges=[], ignore_merges=True))
-    result.pre_tokenizer = pre.Sequence(
-        [
-            pre.Split(Regex("w[0-9]+_"), "isolated"),
-            pre.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    result.decoder = decoders.ByteLevel()
-    result.add_special_tokens(list(SPECIAL_TOKENS))
-    result.post_processor = TemplateProcessing(
-        single="<bos> $A",
-        pair="<bos> $A $B",
-        special_tokens=[("<bos>", BOS)],
-    )
-    return result
+    """Makes the tokenizer of :func:`.checkpoint.word_tokenizer`."""
+    return word_tokenizer(SPECIAL_TOKENS, vocab_size)
 
 
 def tensors(shape: Shape) -> dict[str, tuple[int, ...]]:

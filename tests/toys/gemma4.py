@@ -24,10 +24,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Tokenizer
 
-from tests.toys.checkpoint import write_folder, write_weights
+from tests.toys.checkpoint import (
+    Draw,
+    Float32,
+    word_tokenizer,
+    write_folder,
+    write_weights,
+)
 
 SPECIAL_TOKENS = (
     *("<pad>", "<eos>", "<bos>", "<unk>", "<|turn>", "<turn|>"),
@@ -35,7 +40,9 @@ SPECIAL_TOKENS = (
     *("<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>"),
     *('<|"|>', "<|think|>", "<|image>", "<|image|>", "<image|>", "<|video|>"),
 )
-_TOKENS = 512
+FIRST_WORD = len(SPECIAL_TOKENS) + 256
+"""The lowest token id that stands for a word; bytes lie below."""
+
 _SLIDING, _GLOBAL = "sliding_attention", "full_attention"
 _CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
@@ -52,8 +59,10 @@ CPU_FLAGS = (
 
 _ROWS_A_CHUNK = 16384
 _SUBLAYER_GAIN = 12.0
+_DRAFTER_GAIN = 0.1
 _ATTENTION_GAIN = 2.0
 _LOGIT_GAIN = 4.0
+_SILENT = 0.25
 
 
 @dataclass(frozen=True)
@@ -153,7 +162,7 @@ SHAPES = {
 }
 
 DRAFTERS = {
-    "toy": Drafter(128, 256, (_SLIDING, _GLOBAL)),
+    "toy": Drafter(192, 256, (_SLIDING, _GLOBAL)),
     "31b": Drafter(1024, 8192, (_SLIDING,) * 3 + (_GLOBAL,)),
 }
 
@@ -268,23 +277,9 @@ def drafter_config(
     }
 
 
-def tokenizer() -> Tokenizer:
-    """Makes a tokenizer of bytes, with the words that MAX's parsers need."""
-    tokens = [*SPECIAL_TOKENS, *(f"<0x{byte:02X}>" for byte in range(256))]
-    tokens += [f"w{number}_" for number in range(len(tokens), _TOKENS)]
-    result = Tokenizer(
-        models.BPE(
-            {token: number for number, token in enumerate(tokens)},
-            merges=[],
-            byte_fallback=True,
-            unk_token="<unk>",
-        )
-    )
-    result.decoder = decoders.Sequence(
-        [decoders.ByteFallback(), decoders.Fuse()]
-    )
-    result.add_special_tokens(list(SPECIAL_TOKENS))
-    return result
+def tokenizer(vocab_size: int) -> Tokenizer:
+    """Makes the tokenizer of :func:`.checkpoint.word_tokenizer`."""
+    return word_tokenizer(SPECIAL_TOKENS, vocab_size)
 
 
 def tensors(shape: Shape) -> dict[str, tuple[int, ...]]:
@@ -400,14 +395,20 @@ def _vision_tensors(shape: Shape) -> dict[str, tuple[int, ...]]:
 
 
 def values(
-    name: str, dims: tuple[int, ...], seed: int
-) -> Iterator[npt.NDArray[np.float32]]:
+    name: str,
+    dims: tuple[int, ...],
+    seed: int,
+    sublayer_gain: float = _SUBLAYER_GAIN,
+) -> Iterator[Float32]:
     """Draws one tensor, some rows at a time.
 
     Args:
         name: The tensor's Hugging Face name; it selects the random stream.
         dims: The tensor's shape.
         seed: The seed of the whole checkpoint.
+        sublayer_gain: What attention and MLPs add to the residual stream,
+            where the embedding is 1. The less it is, the more a token depends
+            on none but the token before it.
 
     Yields:
         Consecutive rows as float32 arrays.
@@ -415,22 +416,64 @@ def values(
     rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
     if len(dims) == 1:
         # The model multiplies by the weight itself, unlike Gemma 3.
-        gain = 1.0
+        gain: float | Float32 = 1.0
+        noise = rng.standard_normal(dims, dtype=np.float32)
         if name.endswith(("model.norm.weight", "language_model.norm.weight")):
-            gain = _LOGIT_GAIN
+            # With one sign, a token's own embedding would fit it best.
+            gain = _LOGIT_GAIN * rng.choice(np.float32([-1, 1]), dims)
         elif "post_" in name:
-            gain = _SUBLAYER_GAIN
+            gain = sublayer_gain
         elif "q_norm" in name or "k_norm" in name:
             # Scores are not scaled by the size of a head.
             gain = _ATTENTION_GAIN * dims[0] ** -0.25
-        noise = rng.standard_normal(dims, dtype=np.float32)
         yield gain * (1 + np.float32(0.1) * noise)
         return
     rows, columns = int(np.prod(dims[:-1])), dims[-1]
     for start in range(0, rows, _ROWS_A_CHUNK):
         count = min(_ROWS_A_CHUNK, rows - start)
         chunk = rng.standard_normal((count, columns), dtype=np.float32)
-        yield chunk * np.float32(columns**-0.5)
+        chunk *= np.float32(columns**-0.5)
+        if start == 0 and "embed_tokens" in name:
+            # Only words are ever the most likely next token: no early end,
+            # and every generated token can be decoded by itself.
+            chunk[:FIRST_WORD] *= np.float32(_SILENT)
+        yield chunk
+
+
+def drafter_values(
+    name: str, dims: tuple[int, ...], seed: int, target: Shape, target_seed: int
+) -> Iterator[Float32]:
+    """Draws one tensor of a drafter that agrees with its target at times.
+
+    Where the target's layers add nothing, its logits are `E (g * e)`, of its
+    embeddings, its last norm's gains and a token's embedding. The drafter
+    reads `P e`, of random orthonormal rows `P`, and has the embeddings
+    `(E * g) P^T`, so that its logits come as near to them as its fewer
+    dimensions let it.
+    """
+    if name == "pre_projection.weight":
+        rows = _orthonormal(dims[0], target.hidden_size, seed)
+        (states,) = values(name, (dims[0], target.hidden_size), seed)
+        # Of the target's hidden state it takes little.
+        yield np.hstack([rows, np.float32(0.05) * states])
+    elif name == "model.embed_tokens.weight":
+        rows = _orthonormal(dims[1], target.hidden_size, seed)
+        shapes = tensors(target)
+        prefix = "model.language_model."
+        norm = f"{prefix}norm.weight"
+        (gains,) = values(norm, shapes[norm], target_seed)
+        embeddings = f"{prefix}embed_tokens.weight"
+        for chunk in values(embeddings, shapes[embeddings], target_seed):
+            yield (chunk * gains) @ rows.T
+    elif name == "model.norm.weight":
+        yield np.ones(dims, np.float32)
+    else:
+        yield from values(name, dims, seed, _DRAFTER_GAIN)
+
+
+def _orthonormal(rows: int, columns: int, seed: int) -> Float32:
+    random = np.random.default_rng(seed).standard_normal((columns, rows))
+    return np.linalg.qr(random)[0].T.astype(np.float32)
 
 
 def write_checkpoint(
@@ -441,6 +484,7 @@ def write_checkpoint(
     layers: int | None = None,
     shards: int = 1,
     seed: int = 0,
+    sublayer_gain: float = _SUBLAYER_GAIN,
     sparse: bool = False,
 ) -> Shape:
     """Writes a checkpoint folder.
@@ -453,6 +497,7 @@ def write_checkpoint(
             last of them is global, as it must be for transformers.
         shards: The number of files with weights.
         seed: Selects the random weights.
+        sublayer_gain: As in :func:`values`.
         sparse: As in :func:`.checkpoint.write_safetensors`.
 
     Returns:
@@ -466,7 +511,7 @@ def write_checkpoint(
         config(shape, dtype),
         tensors(shape),
         dtype,
-        seed,
+        lambda name, dims: values(name, dims, seed, sublayer_gain),
         shards,
         sparse,
     )
@@ -479,16 +524,19 @@ def write_drafter(
     size: str = "toy",
     dtype: str = "bfloat16",
     seed: int = 1,
+    target_seed: int = 0,
     sparse: bool = False,
 ) -> Drafter:
-    """Writes the folder of a drafter for a checkpoint of the same size."""
+    """Writes the folder of a drafter for a checkpoint of that size and seed."""
     target, drafter = SHAPES[size], DRAFTERS[size]
     _write_folder(
         folder,
         drafter_config(target, drafter, dtype),
         drafter_tensors(target, drafter),
         dtype,
-        seed,
+        lambda name, dims: drafter_values(
+            name, dims, seed, target, target_seed
+        ),
         1,
         sparse,
     )
@@ -500,26 +548,19 @@ def _write_folder(
     config: Mapping[str, Any],
     shapes: Mapping[str, tuple[int, ...]],
     dtype: str,
-    seed: int,
+    draw: Draw,
     shards: int,
     sparse: bool,
 ) -> None:
     write_folder(
         folder,
         config,
-        tokenizer(),
+        tokenizer(config["text_config"]["vocab_size"]),
         _CHAT_TEMPLATE,
         2048,
         end_of_turn="<turn|>",
     )
-    write_weights(
-        folder,
-        shapes,
-        dtype,
-        lambda name, dims: values(name, dims, seed),
-        shards=shards,
-        sparse=sparse,
-    )
+    write_weights(folder, shapes, dtype, draw, shards=shards, sparse=sparse)
 
 
 def main() -> None:
@@ -532,7 +573,13 @@ def main() -> None:
     )
     parser.add_argument("--layers", type=int, help="fewer layers")
     parser.add_argument("--shards", type=int, default=1, help="files")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="the target's")
+    parser.add_argument(
+        "--sublayer-gain",
+        type=float,
+        default=_SUBLAYER_GAIN,
+        help="what layers add to the residual stream, for the embedding's 1",
+    )
     parser.add_argument("--sparse", action="store_true")
     parser.add_argument(
         "--drafter", action="store_true", help="write its drafter instead"
@@ -545,7 +592,7 @@ def main() -> None:
             args.folder,
             size=args.size,
             dtype=args.dtype,
-            seed=args.seed,
+            target_seed=args.seed,
             sparse=args.sparse,
         )
         return
@@ -556,6 +603,7 @@ def main() -> None:
         layers=args.layers,
         shards=args.shards,
         seed=args.seed,
+        sublayer_gain=args.sublayer_gain,
         sparse=args.sparse,
     )
 
