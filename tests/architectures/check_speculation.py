@@ -141,6 +141,9 @@ def chosen(model: Path, count: int, tokens: int, device: str) -> list[Request]:
             f"{len(found)} of {len(contents)} random requests have no ties, "
             f"{count} are needed; give fewer --tokens"
         )
+    # The servers plan with what they find free.
+    del theirs, exact, off, prompts
+    torch.cuda.empty_cache()
     return found[:count]
 
 
@@ -218,13 +221,19 @@ def main() -> int:
     add("--requests", type=int, default=24)
     add("--tokens", type=int, default=12, help="of each answer")
     add("--device", default="cuda", help="torch's, for transformers")
-    add("--flag", action="append", default=[], help="for `max serve`")
+    add(
+        "--flag",
+        action="append",
+        default=[],
+        help="for `max serve`; {draft_tokens} stands for their number",
+    )
     add("--output", type=Path, required=True, help="JSON; logs go beside it")
     args = parser.parse_args()
     requests = chosen(args.model, args.requests, args.tokens, args.device)
     runs = []
     for count in (0, *args.draft_tokens):
-        flags: tuple[str, ...] = (*FLAGS, *args.flag)
+        more = (flag.format(draft_tokens=count) for flag in args.flag)
+        flags: tuple[str, ...] = (*FLAGS, *more)
         if count:
             flags += (
                 *("--speculative-method", "mtp"),

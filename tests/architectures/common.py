@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,18 +78,21 @@ def quantized_values(
     if "ATTNQUANT_QUANT" not in variables:
         return found
     ignored = variables.get("ATTNQUANT_QUANT_IGNORE", "none")
-    for layer in range(layers):
-        for fused in FUSED:
-            if fused[0].startswith(ignored):
-                continue
-            names = [f"{prefix}{layer}.{name}.weight" for name in fused]
-            # Where Gemma 4's keys are values there is no v_proj.
-            names = [name for name in names if name in weights]
-            greatest = max(np.abs(weights[name]).max() for name in names)
-            for name in names:
-                found[name] = nvfp4.dequantize(
-                    nvfp4.quantize_numpy(
-                        weights[name], weight_scale_2=nvfp4.scale_2(greatest)
-                    )
+
+    def quantize(group: tuple[int, tuple[str, ...]]) -> None:
+        layer, fused = group
+        names = [f"{prefix}{layer}.{name}.weight" for name in fused]
+        # Where Gemma 4's keys are values there is no v_proj.
+        names = [name for name in names if name in weights]
+        greatest = max(np.abs(weights[name]).max() for name in names)
+        for name in names:
+            found[name] = nvfp4.dequantize(
+                nvfp4.quantize_numpy(
+                    weights[name], weight_scale_2=nvfp4.scale_2(greatest)
                 )
+            )
+
+    asked = (fused for fused in FUSED if not fused[0].startswith(ignored))
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(quantize, itertools.product(range(layers), asked)))
     return found

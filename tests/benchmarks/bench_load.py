@@ -15,6 +15,8 @@ counted, and what is made is written to one.
 
     ATTNQUANT_QUANT=nvfp4 python -m tests.benchmarks.bench_load \
         --python ENV/bin/python --size 31b --layers 6 --shards 4
+
+`--model DIR` takes a checkpoint that is there instead of making one.
 """
 
 from __future__ import annotations
@@ -127,15 +129,16 @@ def prepare(folder: Path) -> dict[str, Any]:
     }
 
 
-def run(python: Path, folder: Path, cache: Path) -> dict[str, Any]:
+def run(python: Path, path: str, folder: Path, cache: Path) -> dict[str, Any]:
     """Runs `prepare` in a fresh process of another interpreter."""
+    root = Path(__file__).resolve().parents[2]
     output = subprocess.check_output(
         [python, "-c", _CHILD, folder],
         env={
             **os.environ,
             "HF_HUB_OFFLINE": "1",
             "ATTNQUANT_CACHE_DIR": str(cache),
-            "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
+            "PYTHONPATH": f"{path}{os.pathsep}{root}",
         },
         text=True,
     )
@@ -162,11 +165,14 @@ def drop(folder: Path) -> None:
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def turn(python: Path, checkpoint: Path, folder: Path) -> dict[str, Any]:
+def turn(
+    python: Path, path: str, checkpoint: Path, folder: Path
+) -> dict[str, Any]:
     """Runs each arm once.
 
     Args:
         python: An interpreter with MAX.
+        path: Its PYTHONPATH.
         checkpoint: The checkpoint's folder.
         folder: An empty one, for the cache.
     """
@@ -176,7 +182,7 @@ def turn(python: Path, checkpoint: Path, folder: Path) -> dict[str, Any]:
     for arm, outcome in (("cold", "miss"), ("warm", "hit")):
         drop(checkpoint)
         drop(folder)
-        found[arm] = run(python, checkpoint, folder)
+        found[arm] = run(python, path, checkpoint, folder)
         if found[arm]["cache"] != outcome:
             raise RuntimeError(f"{arm}: the cache's part is {found[arm]}")
     return found
@@ -189,7 +195,9 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--python", type=Path, default=Path(sys.executable))
+    add("--python", type=Path, default=Path(sys.executable), help="of MAX")
+    add("--path", default="", help="its PYTHONPATH")
+    add("--model", type=Path, help="a Gemma 4 checkpoint")
     add("--size", choices=gemma4.SHAPES, default="31b")
     add("--layers", type=int, default=6)
     add("--shards", type=int, default=4)
@@ -198,23 +206,25 @@ def main() -> None:
     add("--json", type=Path, help="where results are written")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
-        checkpoint = Path(name) / "checkpoint"
-        gemma4.write_checkpoint(
-            checkpoint,
-            size=options.size,
-            layers=options.layers,
-            shards=options.shards,
-        )
-        stored = sum(p.stat().st_size for p in checkpoint.glob("*.safetensors"))
+        checkpoint = options.model or Path(name) / "checkpoint"
+        if options.model is None:
+            gemma4.write_checkpoint(
+                checkpoint,
+                size=options.size,
+                layers=options.layers,
+                shards=options.shards,
+            )
+        files = list(checkpoint.glob("*.safetensors"))
+        stored = sum(file.stat().st_size for file in files)
         turns = []
         for number in range(options.turns):
             folder = Path(name) / f"cache-{number}"
             folder.mkdir()
-            turns.append(turn(options.python, checkpoint, folder))
+            turns.append(turn(options.python, options.path, checkpoint, folder))
             print(json.dumps(turns[-1]), file=sys.stderr, flush=True)
     first = turns[0]["cold"]
     print(
-        f"{stored / 1e9:.2f} GB in {options.shards} files, "
+        f"{stored / 1e9:.2f} GB in {len(files)} files, "
         f"{first['made_bytes'] / 1e9:.2f} GB made; largest fused group "
         f"{first['group_bytes'] / 1e9:.2f} GB; {os.cpu_count()} cores; "
         f"{options.turns} turns; median (least to greatest)\n"

@@ -22,7 +22,7 @@ import httpx
 import numpy as np
 import numpy.typing as npt
 import pytest
-from tests.toys import gemma3
+from tests.toys import gemma3, gemma4
 from uv import find_uv_bin
 
 from maxpatch.build import Inputs, Project, Request, build
@@ -306,6 +306,24 @@ def test_a_mistyped_variable_stops_max(plain_env: Path, run: Run) -> None:
     done = run(plain_env, "-c", code, ATTNQUANT_QUANT="nvfp5")
     assert done.returncode == 1
     assert "ATTNQUANT_QUANT='nvfp5': expected nvfp4" in done.stderr
+
+
+def test_what_leads_past_it_stops_max(
+    plain_env: Path, run: Run, tmp_path: Path
+) -> None:
+    """The names that the patched wheel refuses are refused here."""
+    gemma4.write_checkpoint(tmp_path, sparse=True)
+    done = run(
+        *(plain_env, "-m", "max._entrypoints.pipelines", "warm-cache"),
+        *("--target", "cuda:sm_90a", "--prefer-module-v3"),
+        *("--custom-architectures", "attnquant", "--model", tmp_path),
+        **NVFP4,
+    )
+    assert done.returncode == 1
+    assert (
+        "AttnQuant does not serve Gemma4ForConditionalGeneration_ModuleV3: "
+        "--prefer-module-v3 chooses it"
+    ) in done.stderr
 
 
 def test_on_the_patched_wheel_it_has_nothing_to_add(

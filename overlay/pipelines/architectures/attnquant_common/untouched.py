@@ -13,7 +13,7 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from .registration import TAKEN_OVER
+from .registration import BYPASSING, TAKEN_OVER
 from .settings import from_environment
 
 if TYPE_CHECKING:
@@ -36,8 +36,9 @@ logger = logging.getLogger("max.pipelines.attnquant")
 def architectures(package: str) -> list[SupportedArchitecture]:
     """Returns what MAX is to register in place of its own architectures.
 
-    It also logs a line: that AttnQuant is off, if it is, or else what the
-    patched MAX would add to this one.
+    Switched on, those that lead past AttnQuant are among them, and refuse to
+    start. It also logs a line: that AttnQuant is off, if it is, or else what
+    the patched MAX would add to this one.
 
     Args:
         package: The name of the package that holds the architectures'.
@@ -46,13 +47,23 @@ def architectures(package: str) -> list[SupportedArchitecture]:
         SettingsError: If the variables cannot be followed.
     """
     release = version("max")
-    if from_environment(os.environ) is None:
-        logger.info(_OFF)
-    elif "+attnquant." not in release:
-        logger.info(_ADDED, release)
     modules = dict.fromkeys(row["module"] for row in TAKEN_OVER.values())
-    return [
+    found: list[SupportedArchitecture] = [
         architecture
         for module in modules
         for architecture in import_module(module, package).ARCHITECTURES
     ]
+    if from_environment(os.environ) is None:
+        logger.info(_OFF)
+    elif "+attnquant." not in release:
+        logger.info(_ADDED, release)
+        found += _refusing()
+    return found
+
+
+def _refusing() -> list[SupportedArchitecture]:
+    from max.pipelines.lib.arch_lookup import ARCH_LOOKUP
+
+    from .bypassing import refusing
+
+    return [refusing(ARCH_LOOKUP.find(name)) for name in BYPASSING]
