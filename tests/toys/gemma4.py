@@ -482,6 +482,7 @@ def write_checkpoint(
     size: str = "toy",
     dtype: str = "bfloat16",
     layers: int | None = None,
+    intermediate_size: int | None = None,
     shards: int = 1,
     seed: int = 0,
     sublayer_gain: float = _SUBLAYER_GAIN,
@@ -495,6 +496,7 @@ def write_checkpoint(
         dtype: `float32` or `bfloat16`.
         layers: How many of the size's layers, the last ones, if not all. The
             last of them is global, as it must be for transformers.
+        intermediate_size: The MLPs' width, if not the size's.
         shards: The number of files with weights.
         seed: Selects the random weights.
         sublayer_gain: As in :func:`values`.
@@ -506,6 +508,8 @@ def write_checkpoint(
     shape = SHAPES[size]
     if layers is not None:
         shape = replace(shape, layer_types=shape.layer_types[-layers:])
+    if intermediate_size is not None:
+        shape = replace(shape, intermediate_size=intermediate_size)
     _write_folder(
         folder,
         config(shape, dtype),
@@ -572,6 +576,9 @@ def main() -> None:
         "--dtype", choices=("float32", "bfloat16"), default="bfloat16"
     )
     parser.add_argument("--layers", type=int, help="fewer layers")
+    parser.add_argument(
+        "--intermediate-size", type=int, help="another width of the MLPs"
+    )
     parser.add_argument("--shards", type=int, default=1, help="files")
     parser.add_argument("--seed", type=int, default=0, help="the target's")
     parser.add_argument(
@@ -586,8 +593,8 @@ def main() -> None:
     )
     args = parser.parse_args()
     if args.drafter:
-        if args.layers is not None:
-            parser.error("--layers: a drafter has the layers of its size")
+        if args.layers is not None or args.intermediate_size is not None:
+            parser.error("--drafter: it has the layers and width of its size")
         write_drafter(
             args.folder,
             size=args.size,
@@ -601,6 +608,7 @@ def main() -> None:
         size=args.size,
         dtype=args.dtype,
         layers=args.layers,
+        intermediate_size=args.intermediate_size,
         shards=args.shards,
         seed=args.seed,
         sublayer_gain=args.sublayer_gain,
