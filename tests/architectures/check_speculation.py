@@ -58,7 +58,9 @@ FLAGS = (
 _BATCH = 128
 _WORDS = 24
 _WORD = re.compile(r"w\d+_")
-_DRAFTED = re.compile(r"Executed TG batch.*Draft Tokens: (\d+)/(\d+)")
+_DRAFTED = re.compile(
+    r"(?:Executed|Completed) TG batch.*?Draft Tokens: (\d+)/(\d+)"
+)
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ def test_drafts_are_counted_in_decode_batches() -> None:
     """A prefill's line repeats the numbers of the decode before it."""
     log = (
         "INFO: Executed CE batch with 1 reqs | Draft Tokens: 2/3 (66%) ...\n"
-        "INFO: Executed TG batch with 1 reqs | Draft Tokens: 2/3 (66%) ...\n"
+        "INFO: Completed TG batch with 1 reqs | Draft Tokens: 2/3 (66%) ...\n"
         "INFO: Executed TG batch with 1 reqs | Draft Tokens: 0/3 (0%) ...\n"
     )
     assert drafted(log) == (2, 6)

@@ -5,41 +5,67 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.architectures.common import BLACKWELL, MATMUL, NVFP4
-from tests.toys import gemma4, modelopt
 
 ROOT = Path(__file__).resolve().parents[2]
-LAYERS = gemma4.SHAPES["toy"].num_hidden_layers
+GPU = ("warm-cache", "--target", "cuda:sm_100a", "--devices")
+MATMUL = "mo.matmul.dynamic.block.scaled"
+
+Run = Callable[..., None]
+Traced = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def quantized(tmp_path_factory: pytest.TempPathFactory) -> Mapping[bool, Path]:
-    """Checkpoints as ModelOpt exports them, with attention and without."""
-    folders = {}
-    for attention in (True, False):
-        folders[attention] = tmp_path_factory.mktemp("modelopt")
-        gemma4.write_checkpoint(folders[attention])
-        modelopt.quantize(
-            folders[attention],
-            LAYERS,
-            "model.language_model.layers.",
-            attention=attention,
+def run(patched_env: Path, settings: Mapping[str, str]) -> Run:
+    """Runs Python with the patched MAX, and AttnQuant off if not asked for."""
+    # A proof runs where the toys' libraries aren't installed, MAX's has them.
+    path = os.pathsep.join(
+        [settings["PYTHONPATH"], str(ROOT / "overlay/pipelines/architectures")]
+    )
+
+    def call(*arguments: str | Path, **variables: str) -> None:
+        done = subprocess.run(
+            [patched_env, *arguments],
+            cwd=ROOT,
+            env={
+                **{k: v for k, v in settings.items() if "ATTNQUANT" not in k},
+                "PYTHONPATH": path,
+                **variables,
+            },
+            capture_output=True,
+            text=True,
+            check=False,
         )
-    return folders
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    return call
 
 
 @pytest.fixture(scope="module")
-def traced(
-    patched_env: Path,
-    settings: Mapping[str, str],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Callable[..., dict[str, Any]]:
+def checkpoint(
+    run: Run, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Path]:
+    """Gives the toy, with what of it ModelOpt's options quantize."""
+
+    @functools.cache
+    def make(*options: str, quantized: bool = True) -> Path:
+        folder = tmp_path_factory.mktemp("gemma4")
+        run("-m", "tests.toys.gemma4", folder)
+        if quantized:
+            run("-m", "tests.toys.modelopt", folder, *options)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def traced(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Traced:
     """Gives what `tests.architectures.trace` records of the text model."""
 
     @functools.cache
@@ -47,22 +73,11 @@ def traced(
         model: Path, devices: str, variables: tuple[tuple[str, str], ...]
     ) -> dict[str, Any]:
         out = tmp_path_factory.mktemp("trace") / "graph"
-        done = subprocess.run(
-            [
-                *(patched_env, "-m", "tests.architectures.trace", out),
-                *(*BLACKWELL, devices, "--model", model),
-                *("--max-length", "256"),
-            ],
-            cwd=ROOT,
-            env={
-                **{k: v for k, v in settings.items() if "ATTNQUANT" not in k},
-                **dict(variables),
-            },
-            capture_output=True,
-            text=True,
-            check=False,
+        run(
+            *("-m", "tests.architectures.trace", out, *GPU, devices),
+            *("--model", model, "--max-length", "256"),
+            **dict(variables),
         )
-        assert done.returncode == 0, done.stdout + done.stderr
         found = json.loads(out.with_suffix(".json").read_text())
         graph: dict[str, Any] = found["graphs"]["decoder"]
         return graph
@@ -74,14 +89,14 @@ def traced(
 
 
 @pytest.mark.parametrize(
-    ("attention", "devices", "matmuls"),
-    [(True, "gpu:0", 4), (True, "gpu:0,1", 8), (False, "gpu:0", 2)],
+    ("options", "devices", "matmuls"),
+    [((), "gpu:0", 4), ((), "gpu:0,1", 8), (("--no-attention",), "gpu:0", 2)],
     ids=["all", "all-on-two", "mlp"],
 )
 def test_quantized_attention_is_served(
-    traced: Callable[..., dict[str, Any]],
-    quantized: Mapping[bool, Path],
-    attention: bool,
+    traced: Traced,
+    checkpoint: Callable[..., Path],
+    options: tuple[str, ...],
     devices: str,
     matmuls: int,
 ) -> None:
@@ -89,8 +104,11 @@ def test_quantized_attention_is_served(
 
     Norms and everything else stay in bfloat16.
     """
-    graph = traced(quantized[attention], devices)
-    assert graph["ops"][MATMUL] == matmuls * LAYERS
+    model = checkpoint(*options)
+    config = json.loads((model / "config.json").read_text())
+    graph = traced(model, devices)
+    layers = config["text_config"]["num_hidden_layers"]
+    assert graph["ops"][MATMUL] == matmuls * layers
     assert {
         dtype
         for name, (dtype, _) in graph["weights"].items()
@@ -99,13 +117,12 @@ def test_quantized_attention_is_served(
 
 
 def test_it_is_the_graph_that_attnquant_serves(
-    traced: Callable[..., dict[str, Any]],
-    quantized: Mapping[bool, Path],
-    tmp_path: Path,
+    traced: Traced, checkpoint: Callable[..., Path]
 ) -> None:
     """Quantized beforehand or at load, graph and weights are the same."""
-    gemma4.write_checkpoint(tmp_path)
-    beforehand = traced(quantized[True], "gpu:0")
-    at_load = traced(tmp_path, "gpu:0", **NVFP4)
+    beforehand = traced(checkpoint(), "gpu:0")
+    at_load = traced(
+        checkpoint(quantized=False), "gpu:0", ATTNQUANT_QUANT="nvfp4"
+    )
     assert beforehand["weights"] == at_load["weights"]
     assert beforehand["digest"] == at_load["digest"]

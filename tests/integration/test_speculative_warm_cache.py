@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.toys import gemma4
+ROOT = Path(__file__).resolve().parents[2]
 
 # All but the compiler itself: its graphs take minutes.
 _UNCOMPILED = """
@@ -32,8 +32,16 @@ def test_what_was_compiled_with_a_drafter_is_a_success(
     patched_env: Path, settings: Mapping[str, str], tmp_path: Path
 ) -> None:
     """MAX asks nothing of graphs for a device that is not there."""
-    gemma4.write_checkpoint(tmp_path / "model", sparse=True)
-    gemma4.write_drafter(tmp_path / "drafter", sparse=True)
+    for name, options in (("model", ()), ("drafter", ("--drafter",))):
+        subprocess.run(
+            [
+                *(patched_env, "-m", "tests.toys.gemma4", tmp_path / name),
+                *("--sparse", *options),
+            ],
+            cwd=ROOT,
+            env=settings,
+            check=True,
+        )
     done = subprocess.run(
         [
             *(patched_env, "-c", _UNCOMPILED, "warm-cache"),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,18 +19,17 @@ _INPUT_SCALE = np.float32(1 / (6 * 448))
 _NUMBERS = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
 
 
-def quantize(
-    folder: Path, layers: int, prefix: str, *, attention: bool
-) -> None:
+def quantize(folder: Path, *, attention: bool) -> None:
     """Rewrites a folder's `model.safetensors` and `config.json`.
 
     Args:
-        folder: A checkpoint in bfloat16, in one file.
-        layers: The number of layers.
-        prefix: What stands before a layer's number.
+        folder: A Gemma 4 checkpoint in bfloat16, in one file.
         attention: Whether the projections of attention are quantized, too.
     """
     file = folder / "model.safetensors"
+    config = json.loads((folder / "config.json").read_text())
+    layers = config["text_config"]["num_hidden_layers"]
+    prefix = "model.language_model.layers."
     tensors = _stored(file)
     weights = reference.read_safetensors(file)
     for layer in range(layers):
@@ -57,7 +57,6 @@ def quantize(
                         values.tobytes(),
                     )
     _write(file, tensors)
-    config = json.loads((folder / "config.json").read_text())
     ignored = ["lm_head", "model.vision_tower*", "model.embed_vision*"]
     if not attention:
         ignored.append(f"{prefix}*.self_attn*")
@@ -112,3 +111,20 @@ def _write(file: Path, tensors: Mapping[str, _Stored]) -> None:
     text += b" " * (-len(text) % 8)
     content = [len(text).to_bytes(8, "little"), text]
     file.write_bytes(b"".join(content + [d for _, _, d in tensors.values()]))
+
+
+def main() -> None:
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(
+        description="Quantize a Gemma 4 checkpoint to NVFP4, in place."
+    )
+    parser.add_argument("folder", type=Path)
+    parser.add_argument(
+        "--no-attention", action="store_true", help="leave attention as it is"
+    )
+    args = parser.parse_args()
+    quantize(args.folder, attention=not args.no_attention)
+
+
+if __name__ == "__main__":
+    main()
