@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-GPU = ("warm-cache", "--target", "cuda:sm_100a", "--devices")
 MATMUL = "mo.matmul.dynamic.block.scaled"
+WEIGHT_ONLY = "nvfp4.weight_only_matmul"
 
 Run = Callable[..., None]
 Traced = Callable[..., dict[str, Any]]
@@ -70,11 +70,15 @@ def traced(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Traced:
 
     @functools.cache
     def call(
-        model: Path, devices: str, variables: tuple[tuple[str, str], ...]
+        model: Path,
+        devices: str,
+        target: str,
+        variables: tuple[tuple[str, str], ...],
     ) -> dict[str, Any]:
         out = tmp_path_factory.mktemp("trace") / "graph"
         run(
-            *("-m", "tests.architectures.trace", out, *GPU, devices),
+            *("-m", "tests.architectures.trace", out, "warm-cache"),
+            *("--target", f"cuda:{target}", "--devices", devices),
             *("--model", model, "--max-length", "256"),
             **dict(variables),
         )
@@ -82,8 +86,13 @@ def traced(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Traced:
         graph: dict[str, Any] = found["graphs"]["decoder"]
         return graph
 
-    def give(model: Path, devices: str, **variables: str) -> dict[str, Any]:
-        return call(model, devices, tuple(variables.items()))
+    def give(
+        model: Path,
+        devices: str = "gpu:0",
+        target: str = "sm_100a",
+        **variables: str,
+    ) -> dict[str, Any]:
+        return call(model, devices, target, tuple(variables.items()))
 
     return give
 
@@ -109,6 +118,7 @@ def test_quantized_attention_is_served(
     graph = traced(model, devices)
     layers = config["text_config"]["num_hidden_layers"]
     assert graph["ops"][MATMUL] == matmuls * layers
+    assert WEIGHT_ONLY not in graph["ops"]
     assert {
         dtype
         for name, (dtype, _) in graph["weights"].items()
@@ -120,9 +130,22 @@ def test_it_is_the_graph_that_attnquant_serves(
     traced: Traced, checkpoint: Callable[..., Path]
 ) -> None:
     """Quantized beforehand or at load, graph and weights are the same."""
-    beforehand = traced(checkpoint(), "gpu:0")
-    at_load = traced(
-        checkpoint(quantized=False), "gpu:0", ATTNQUANT_QUANT="nvfp4"
-    )
+    beforehand = traced(checkpoint())
+    at_load = traced(checkpoint(quantized=False), ATTNQUANT_QUANT="nvfp4")
     assert beforehand["weights"] == at_load["weights"]
     assert beforehand["digest"] == at_load["digest"]
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
+def test_without_fp4_units_weights_stay_packed(
+    traced: Traced, checkpoint: Callable[..., Path], target: str
+) -> None:
+    """What Blackwell multiplies by NVFP4, older GPUs do with one op each.
+
+    The weights are the same, as the checkpoint has them.
+    """
+    on_blackwell = traced(checkpoint())
+    found = traced(checkpoint(), target=target)
+    assert found["weights"] == on_blackwell["weights"]
+    assert found["ops"][WEIGHT_ONLY] == on_blackwell["ops"][MATMUL]
+    assert not any("block.scale" in op for op in found["ops"])
