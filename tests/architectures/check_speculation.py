@@ -47,12 +47,19 @@ from tests.architectures.check_logits import reference  # noqa: E402, I001
 from attnquant_common.settings import from_environment  # noqa: E402
 from throughput.capture import machine  # noqa: E402
 from throughput.client import complete  # noqa: E402
-from throughput.server import Arm, MeasureError, Server, serve  # noqa: E402
+from throughput.server import (  # noqa: E402
+    CAPTURE_OFF,
+    Arm,
+    MeasureError,
+    Server,
+    serve,
+)
 
 TIES = 8
 FLAGS = (
     *("--max-length", "1024", "--max-batch-size", "1"),
-    "--no-enable-prefix-caching",
+    # MAX captures nothing with a drafter, and alone only with enough memory.
+    *("--no-enable-prefix-caching", CAPTURE_OFF),
 )
 
 _BATCH = 128
@@ -247,7 +254,6 @@ def main() -> int:
             args.python,
             args.path,
             flags,
-            capture=not count,
             attnquant="AttnQuant: " if from_environment(os.environ) else "",
         )
         log = args.output.with_name(f"{args.output.stem}-{count}.log")
