@@ -16,6 +16,10 @@ comptime CODES_UP = Float32(2.0) ** 126
 comptime SCALES_UP = Float32(2.0) ** 8
 """What values of `scales_to_float` lack as a factor."""
 
+comptime LIFT = SCALES_UP * Float32(2.0) ** 63
+comptime DROP = CODES_UP / Float32(2.0) ** 63
+"""What products of codes and `factor` lack."""
+
 
 @always_inline
 def codes_to_bf16[i: Int](word: UInt32) -> UInt32:
@@ -60,6 +64,17 @@ def scales_to_float(word: UInt32) -> SIMD[DType.float32, 2]:
     return bitcast[DType.float16, 2]((word & 0x007F007F) << 7).cast[
         DType.float32
     ]()
+
+
+@always_inline
+def factor(word: UInt32) -> SIMD[DType.bfloat16, 2]:
+    """Returns the scale in byte 0 twice, for two codes, times 2^63.
+
+    So no product of codes and scales is subnormal; `DROP` takes it back.
+    """
+    return SIMD[DType.bfloat16, 2](
+        (scales_to_float(word)[0] * LIFT).cast[DType.bfloat16]()
+    )
 
 
 @always_inline

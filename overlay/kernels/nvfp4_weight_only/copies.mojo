@@ -128,14 +128,14 @@ def arrive_when_copied(barrier: UInt32):
 
 
 @always_inline
-def copy16(to: UInt32, source: Bytes, present: Bool = True):
-    """Starts a copy of 16 bytes by this thread; of zeros if not present."""
+def copy16(to: UInt32, source: Bytes):
+    """Starts a copy of 16 bytes by this thread."""
     inlined_assembly[
-        "cp.async.cg.shared.global.L2::128B [$0], [$1], 16, $2;",
+        "cp.async.cg.shared.global.L2::128B [$0], [$1], 16;",
         NoneType,
-        constraints="r,l,r,~{memory}",
+        constraints="r,l,~{memory}",
         has_side_effect=True,
-    ](to, source, UInt32(16) if present else UInt32(0))
+    ](to, source)
 
 
 @always_inline

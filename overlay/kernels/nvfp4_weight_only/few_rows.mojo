@@ -22,7 +22,7 @@ from std.utils.static_tuple import StaticTuple
 
 from . import copies
 from .copies import Bytes
-from .codes import CODES_UP, SCALES_UP, codes_to_bf16, scales_to_float
+from .codes import DROP, codes_to_bf16, factor
 
 comptime TILES = 4
 comptime CHUNKS = 4
@@ -40,9 +40,6 @@ comptime EMPTY = FULL + 8 * STAGE_COUNT
 comptime STAGES = 128
 comptime SCALES_AT = ROWS * CODE_PITCH
 comptime X_AT = SCALES_AT + ROWS * SCALE_PITCH
-comptime LIFT = SCALES_UP * Float32(2.0) ** 63
-"""Puts scales where no product of codes and scales is subnormal."""
-comptime DROP = CODES_UP / Float32(2.0) ** 63
 
 
 def stage_bytes[NT: Int]() -> Int:
@@ -52,11 +49,6 @@ def stage_bytes[NT: Int]() -> Int:
 def shared_bytes[NT: Int]() -> Int:
     """Bytes of shared memory that a block takes."""
     return STAGES + STAGE_COUNT * stage_bytes[NT]() + NT * 8 * ROWS * 4
-
-
-@always_inline
-def spread(scale: Float32) -> SIMD[DType.bfloat16, 2]:
-    return SIMD[DType.bfloat16, 2](scale.cast[DType.bfloat16]())
 
 
 @__llvm_metadata(
@@ -175,12 +167,8 @@ def few_rows[
                 )
                 comptime for half in range(2):
                     # Bytes t and t + 4 are the scales of this lane's columns.
-                    var s0 = spread(
-                        scales_to_float(f0[half] >> byte)[0] * LIFT
-                    )
-                    var s1 = spread(
-                        scales_to_float(f1[half] >> byte)[0] * LIFT
-                    )
+                    var s0 = factor(f0[half] >> byte)
+                    var s1 = factor(f1[half] >> byte)
                     var q0 = shared.unsafe_load[width=2, alignment=8](
                         at + codes + half * 8
                     )

@@ -20,16 +20,13 @@ from std.utils.static_tuple import StaticTuple
 
 from . import copies
 from .copies import Bytes
-from .codes import CODES_UP, SCALES_UP, byte_to_bf16, scales_to_float
+from .codes import DROP, byte_to_bf16, factor
 
 comptime ROWS = 128
 comptime COLUMNS = 64
 comptime STAGES = 4
 comptime CONSUMERS = 256
 comptime THREADS = CONSUMERS + 128
-comptime LIFT = SCALES_UP * Float32(2.0) ** 63
-"""Puts scales where no product of codes and scales is subnormal."""
-comptime DROP = CODES_UP / Float32(2.0) ** 63
 comptime Y_PITCH = ROWS + 8
 """Elements from one row of results to the next, in shared memory."""
 
@@ -37,11 +34,6 @@ comptime Y_PITCH = ROWS + 8
 def shared_bytes[NT: Int]() -> Int:
     """Bytes of shared memory that a block takes, with 1024 to align it."""
     return 1024 + STAGES * (NT * 128 + ROWS * 36) + 16 * STAGES
-
-
-@always_inline
-def spread(scale: Float32) -> SIMD[DType.bfloat16, 2]:
-    return SIMD[DType.bfloat16, 2](scale.cast[DType.bfloat16]())
 
 
 @__llvm_metadata(
@@ -172,8 +164,8 @@ def many_rows[
             fill=SIMD[DType.bfloat16, 8](0)
         )
         comptime for i in range(4):
-            var s0 = spread(scales_to_float(f0 >> UInt32(8 * i))[0] * LIFT)
-            var s1 = spread(scales_to_float(f1 >> UInt32(8 * i))[0] * LIFT)
+            var s0 = factor(f0 >> UInt32(8 * i))
+            var s1 = factor(f1 >> UInt32(8 * i))
             var b0 = permute(q0[2 * i], q0[2 * i + 1], select)
             var b1 = permute(q1[2 * i], q1[2 * i + 1], select)
             a[i] = (

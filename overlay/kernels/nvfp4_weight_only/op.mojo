@@ -130,7 +130,7 @@ def enqueue(
     ctx: DeviceContext,
 ) raises:
     """Launches the kernel for a shape; the arguments are the op's."""
-    # Bytes are copied by 16, from a row's start on.
+    # wgmma and bulk copies as these are Hopper's alone.
     comptime if ctx.target.is_nvidia_gpu() and (
         ctx.default_device_info.compute == 9.0
     ):
